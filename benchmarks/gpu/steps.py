@@ -35,8 +35,10 @@ from eyas.protocol.tree import DraftTree
 class Step:
     """Medians in ms of whole steps: inputs, forward pass, greedy draw, tokens back on the host.
 
-    floor: bytes of weights and of keys and values over the copy rate, or operations over the rate of products.
-    forward: the captured forward pass alone. attention: of one layer alone; attention_floor: its keys and values.
+    Attributes:
+        floor: bytes of weights and of keys and values over the copy rate, or operations over the rate of products.
+        forward: the captured forward pass alone. attention: of one layer alone.
+        attention_floor: its keys and values.
     """
 
     target: str
@@ -71,7 +73,7 @@ def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> Non
 
 
 def make_target(config: LlamaConfig, device: torch.device) -> TargetModel:
-    """A target with random bfloat16 weights, made where they will be used, and fused as a loaded one."""
+    """Return a target with random bfloat16 weights, made where they will be used, and fused as a loaded one."""
     register_attention()
     causal: Any = AutoModelForCausalLM
     with torch.device(device):
@@ -101,13 +103,13 @@ def measure_target(name: str, target: TargetModel, scale: Scale, rates: Rates, p
 
 
 def narrow_dtype(device: torch.device) -> torch.dtype:
-    """A type of 8 bits that the device has."""
+    """Return a type of 8 bits that the device has."""
     is_old = device.type == "cuda" and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY
     return KV_CACHE_DTYPES["fp8_e5m2" if is_old else "fp8"]
 
 
 def make_backends(target: TargetModel, cases: Sequence[Case], kv_cache: KVCache) -> list[ForwardBackend]:
-    """The captured and the launched one."""
+    """Return the captured and the launched one."""
     batch, rows = (max(getattr(case, key) for case in cases) for key in ("batch", "rows"))
     longest = max(case.cached + case.rows for case in cases)  # a graph holds no pass with a longer context
     backends = []
@@ -127,7 +129,7 @@ def measure_case(
     scale: Scale,
     rates: Rates,
 ) -> Step:
-    """The medians of one case. backends: the captured and the launched one."""
+    """Return the medians of one case. backends: the captured and the launched one."""
     captured, launched = backends
     segments = make_segments(case, target.vocab_size)
     packed = captured.pack(segments)
@@ -142,7 +144,7 @@ def measure_case(
 
 
 def make_segments(case: Case, vocab_size: int) -> list[Segment]:
-    """A random tree for each sequence over its cached tokens, in scattered slots."""
+    """Return a random tree for each sequence over its cached tokens, in scattered slots."""
     rng = np.random.default_rng(case.rows)
     capacity, segments = case.cached + case.rows, []
     for index in range(case.batch):
@@ -181,12 +183,12 @@ def _slope(steps: Sequence[Step]) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """As its maker calls it."""
+    """Return the device's name as its maker calls it."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def tables(name: str, steps: Sequence[Step], rates: Rates) -> list[Table]:
-    """The tables of a target."""
+    """Return the tables of a target."""
     plain = {replace(s.case, rows=1): s for s in steps if s.case.rows == 1}
     whole, layers = [], []
     for s in steps:
@@ -250,7 +252,7 @@ def _layer(backend: ForwardBackend, target: TargetModel, segments: list[Segment]
 
 
 def weight_bytes(target: TargetModel) -> int:
-    """All weights but the input embedding; a step reads only a few of its rows."""
+    """Return all weights but the input embedding; a step reads only a few of its rows."""
     embedding = target.model.get_input_embeddings().weight
     return sum(p.nbytes for p in target.model.parameters() if p is not embedding)
 

@@ -50,7 +50,13 @@ NUM_WARM_UPS = 10
 
 @dataclass(frozen=True)
 class Settings:
-    """steps: measured ones of each case. context: tokens of a prompt. batches: sequences of a step."""
+    """Settings of the measurement.
+
+    Attributes:
+        steps: measured ones of each case.
+        context: tokens of a prompt.
+        batches: sequences of a step.
+    """
 
     steps: int
     context: int
@@ -92,7 +98,7 @@ class PartClock:
 
 
 class InstantBackend:
-    """Packs as a backend of a GPU does. A pass takes no time, and DRAWN is the likeliest token of every row."""
+    """Backend that packs as that of a GPU does. A pass takes no time, and DRAWN is the likeliest token of every row."""
 
     def __init__(self, packing: KernelBackend, num_rows: int) -> None:
         self.pack: Callable[[Sequence[Segment]], PackedInputs] = packing.pack
@@ -100,7 +106,7 @@ class InstantBackend:
         self._logits[:, DRAWN] = 1
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
-        """Logits of all rows that ask for them."""
+        """Return logits of all rows that ask for them."""
         return TargetOutput(self._logits[: len(packed.logits_indices)], None)
 
 
@@ -110,7 +116,7 @@ class FixedTrees(LocalDrafter):
     needs = DrafterNeeds(features=True)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """A tree for each session, from arrays, as drafters with a network make them."""
+        """Return a tree for each session, from arrays, as drafters with a network make them."""
         tokens = [DRAWN if node in ACCEPTED else OTHER + node for node in range(1, len(PARENTS))]
         rows = [tokens, PARENTS[1:], [-0.1 * node for node in range(1, len(PARENTS))]]
         cells = np.broadcast_to(np.array(rows)[:, None], (3, len(contexts), len(tokens)))
@@ -122,7 +128,7 @@ class FixedTrees(LocalDrafter):
 
 
 def build(num_sequences: int, context: int, steps: int) -> Engine:
-    """An engine whose sequences all decode with trees."""
+    """Return an engine whose sequences all decode with trees."""
     fuser = load_fuser(HEAD, TARGET, "float32")
     target = load_target(TARGET, "float32", "cpu", fuser.aux_hidden_state_layers)
     num_slots = num_sequences * (context + 4 * steps + 100)
@@ -197,7 +203,7 @@ def measure(num_sequences: int, context: int, steps: int) -> HostWork:
 
 
 def table(found: Sequence[HostWork]) -> Table:
-    """The table of the report."""
+    """Return the table of the report."""
     rows = tuple(
         (f"{each.num_sequences}", number(each.least), number(each.median), *map(number, each.parts.values()))
         for each in found

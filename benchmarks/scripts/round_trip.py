@@ -65,7 +65,11 @@ class RoundTrip:
 
 @dataclass(frozen=True)
 class Settings:
-    """repeats: measured rounds of each case."""
+    """Settings of the measurement.
+
+    Attributes:
+        repeats: measured rounds of each case.
+    """
 
     repeats: int
     tree_nodes: int = NODES
@@ -78,7 +82,7 @@ LARGE = [Case(sessions, 4096, "bfloat16", 128256) for sessions in (1, 8)]
 
 
 class TrivialDrafter(LocalDrafter):
-    """Replies to every commit with the same tree below its last token; keeps no state."""
+    """Drafter that replies to every commit with the same tree below its last token; keeps no state."""
 
     needs = NEEDS
 
@@ -128,7 +132,7 @@ def measure(case: Case, repeats: int, progress: Progress) -> RoundTrip:
 
 
 def table(trips: Sequence[RoundTrip]) -> Table:
-    """The table of the report."""
+    """Return the table of the report."""
     rows = [
         (
             f"{t.case.num_sessions}",

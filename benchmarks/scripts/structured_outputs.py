@@ -1,4 +1,4 @@
-"""What structured outputs cost, and what they do to acceptance: the demo models with and without grammars.
+"""Costs of structured outputs, and their effect on acceptance: the demo models with and without grammars.
 
 Counts processor time, of all threads. Writes a dated report: `python -m benchmarks.scripts.structured_outputs`.
 """
@@ -63,8 +63,14 @@ NOTE = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run. seconds: processor time of all threads. waited: the part that the engine's thread waits for masks once the
-    logits are there. num_steps: verify steps. tokens: all of them."""
+    """One run.
+
+    Attributes:
+        seconds: processor time of all threads.
+        waited: the part that the engine's thread waits for masks once the logits are there.
+        num_steps: verify steps.
+        tokens: all of them.
+    """
 
     method: str
     constraint: str
@@ -124,7 +130,7 @@ class _Stopwatch:
 
 
 def build(method: str) -> Engine:
-    """An engine with the method's demo model; "plain" has none."""
+    """Return an engine with the method's demo model; "plain" has none."""
     target, head = str(MODELS / "target"), str(MODELS / METHODS[method]) if METHODS.get(method) else ""
     opened = DraftHead(head, method) if method != "plain" else None
     fuser = opened.build_fuser(target, "float32", "cpu") if opened else None
@@ -164,7 +170,7 @@ def interleaved(
     kinds: Sequence[str],
     repeats: int,
 ) -> list[Outcome]:
-    """One outcome for each kind of masks. Kinds take turns, and of equal runs of a request the quickest counts."""
+    """Return one outcome for each kind of masks. Kinds take turns, and of equal runs of a request the quickest counts."""
     best: dict[tuple[str, str], Outcome] = {}
     for request in requests:
         for kind in kinds * repeats:
@@ -174,7 +180,7 @@ def interleaved(
 
 
 def requests_of(constraint: StructuredOutputs | None, temperature: float, num_prompts: int) -> list[Request]:
-    """A request for each of the first demo prompts, each with a seed of its own."""
+    """Return a request for each of the first demo prompts, each with a seed of its own."""
     sampling = SamplingParams(max_tokens=64, temperature=temperature, structured_outputs=constraint)
     prompts = read_prompts(MODELS / "prompts.jsonl")[:num_prompts]
     return [Request(f"{i}", prompt.token_ids[:48], replace(sampling, seed=i)) for i, prompt in enumerate(prompts)]
@@ -224,7 +230,9 @@ def write_large_tokenizer(folder: Path) -> None:
 
 
 def large_vocabulary() -> list[MaskCost]:
-    """Masks of the trees of one step and of 32 requests, and their use, with a synthetic vocabulary of 128 Ki tokens."""
+    """Return masks of the trees of one step and of 32 requests, and their use, with a synthetic
+    vocabulary of 128 Ki tokens.
+    """
     costs = []
     with TemporaryDirectory() as name:
         write_large_tokenizer(Path(name))
@@ -237,7 +245,7 @@ def large_vocabulary() -> list[MaskCost]:
 
 
 def _output_of(model: str, title: str) -> list[int]:
-    """Tokens of a text that matches a constraint."""
+    """Return the tokens of a text that matches a constraint."""
     text = {
         "record": '{"name":"abc","line":12,"kind":"function","arguments":["a","bc"]}',
         "object": '{"name": "abc", "line": 12, "kind": {"a": [1, 2]}}',
@@ -248,7 +256,7 @@ def _output_of(model: str, title: str) -> list[int]:
 
 
 def _mask_cost(title: str, grammar: Grammar, ids: Sequence[int], batch: int) -> MaskCost:
-    """The cost of a step whose trees are chains of 5 tokens with 2 wrong siblings at each node, 16 nodes."""
+    """Return the cost of a step whose trees are chains of 5 tokens with 2 wrong siblings at each node, 16 nodes."""
     manager = GrammarManager(frozenset({1}), LARGE_VOCAB)
     sampling = SamplingParams(seed=0, structured_outputs=CONSTRAINTS[title])
     requests = [Request(f"{i}", (5,), sampling) for i in range(batch)]
@@ -279,7 +287,7 @@ def _tree(root: int, ids: Sequence[int]) -> DraftTree:
 
 
 def table_of(outcomes: Sequence[Outcome]) -> Table:
-    """The outcomes as rows."""
+    """Return the outcomes as rows."""
     times = "processor ms a step", "processor ms a token", "ms waiting for masks a step"
     columns = ("method", "constraint", "temperature", "masks", "tau", *times)
     rows = tuple(

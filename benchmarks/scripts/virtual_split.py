@@ -65,10 +65,15 @@ MODES = ("serial", "ahead", "auto", "local")
 
 
 class VirtualDraftService:
-    """Implements Drafter by a drafter on a device of its own, behind a wire, in virtual time."""
+    """Drafter by a drafter on a device of its own, behind a wire, in virtual time.
+
+    Args:
+        clock: of the verifier.
+        own: of the drafter.
+        delay_s: of each way.
+    """
 
     def __init__(self, drafter: LocalDrafter, clock: VirtualClock, own: VirtualClock, delay_s: float) -> None:
-        """clock: of the verifier. own: of the drafter. delay_s: of each way."""
         self.needs, self.can_sample = drafter.needs, drafter.can_sample
         self.num_prepared = 0
         self._drafter, self._clock, self._own, self._delay_s = drafter, clock, own, delay_s
@@ -121,7 +126,7 @@ class VirtualDraftService:
         return collect
 
     def _draft_ahead(self, until: float) -> None:
-        """What the drafter does between its last answer and the arrival of the next commits."""
+        """Run the passes of the drafter between its last answer and the arrival of the next commits."""
         more = True
         while more and self._own.now < until:
             more = self._drafter.draft_ahead()
@@ -131,7 +136,7 @@ class VirtualDraftService:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured."""
+    """Settings of the measurement."""
 
     model: str
     heads: tuple[str, ...]
@@ -157,12 +162,12 @@ class Settings:
         return max(int(name.partition(":")[2] or 0) for name in (*self.trees, *self.ahead_trees, *SMALL_TREES))
 
     def tokens_of(self, batch: int) -> int:
-        """Tokens to decode of each prompt: fewer where the batch itself gives many steps."""
+        """Return tokens to decode of each prompt: fewer where the batch itself gives many steps."""
         return self.max_tokens if batch <= LARGE_BATCH else self.max_tokens // 2
 
 
 class Recorder:
-    """Implements Drafter: proposes nothing, and keeps the commits of plain decoding, which any drafter would get."""
+    """Drafter that proposes nothing, and keeps the commits of plain decoding, which any drafter would get."""
 
     can_sample = False
 
@@ -197,12 +202,12 @@ class Recording:
     noise: NoiseKey
 
     def commit(self, session: str, start: int, end: int, budget: TreeBudget) -> DraftContext:
-        """The commit of the tokens from `start` to `end`."""
+        """Return the commit of the tokens from `start` to `end`."""
         features = self.features[max(start - 1, 0) : end - 1]
         return Commit(session, 0, start, self.tokens[start:end], features, self.noise, budget)
 
     def num_accepted(self, tree: DraftTree, length: int) -> int:
-        """The drafted tokens that the target accepts of a tree below the first `length` tokens."""
+        """Return the drafted tokens that the target accepts of a tree below the first `length` tokens."""
         node = 0
         for count, token in enumerate(self.tokens[length:]):
             child = tree.child(node, token)
@@ -216,7 +221,9 @@ class Recording:
 class Replayed:
     """Decoding of some prompts, without the first step of each: its tree is always on demand.
 
-    seconds: of all requests. num_prepared: trees that were there before the commit.
+    Attributes:
+        seconds: of all requests.
+        num_prepared: trees that were there before the commit.
     """
 
     num_tokens: int = 0
@@ -227,7 +234,7 @@ class Replayed:
     steps: list[Step] = field(default_factory=list)
 
     def trace(self, tree: str) -> Trace:
-        """The steps, for any times."""
+        """Return the steps, for any times."""
         return Trace(tree, self.num_tokens, tuple(self.steps))
 
     @property
@@ -255,13 +262,13 @@ class RecordedDevice(EmulatedDevice):
         return super().run(kind, rows, context, work)
 
     def take(self) -> tuple[tuple[PassKind, int], ...]:
-        """The passes since the last call."""
+        """Return the passes since the last call."""
         passes, self._passes = tuple(self._passes), []
         return passes
 
 
 class VirtualSplit:
-    """Decodes prompts with one head. The unit of time is a verify pass of few rows.
+    """Decoding of prompts with one head. The unit of time is a verify pass of few rows.
 
     The output of the target does not depend on drafts. So it is decoded once, plainly, and each cell replays it.
     """
@@ -275,7 +282,7 @@ class VirtualSplit:
         self._tree = DraftHead(head, self.method).resolve_tree(TreeConfig())
 
     def tree(self, name: str) -> TreeConfig:
-        """The tree of a name such as 24:5, most nodes and levels."""
+        """Return the tree of a name such as 24:5, most nodes and levels."""
         if not name:
             return self._tree
         num_nodes, _, num_levels = name.partition(":")
@@ -283,7 +290,7 @@ class VirtualSplit:
         return replace(tree, num_steps=min(tree.num_steps, self._tree.num_steps)) if self.method in LAYERS else tree
 
     def trees(self, names: Sequence[str]) -> dict[str, TreeConfig]:
-        """Trees by their resolved names, each once."""
+        """Return trees by their resolved names, each once."""
         return {f"{tree.num_draft_tokens}:{tree.num_steps}": tree for tree in map(self.tree, names)}
 
     def record(self, temperature: float, count: int) -> list[Recording]:
@@ -325,7 +332,7 @@ class VirtualSplit:
         )  # fmt: skip
 
     def trace(self, recordings: Sequence[Recording], temperature: float, batch: int, tree: str) -> Trace:
-        """The steps of serial drafting with a tree, for any times."""
+        """Return the steps of serial drafting with a tree, for any times."""
         return self._run(recordings, Cell(self.name, temperature, batch, 1.0, 0.0, "serial", tree=tree)).trace(tree)
 
     def _run(self, recordings: Sequence[Recording], cell: Cell) -> Replayed:
@@ -433,7 +440,7 @@ def main(
 def measure(
     settings: Settings, prompts: Sequence[Prompt], progress: Progress
 ) -> tuple[list[tuple[Cell, ...]], list[Halves]]:
-    """The cells of each setting, by MODES, small batches first; and half-batches.
+    """Return the cells of each setting, by MODES, small batches first; and half-batches.
 
     Trees on demand do not depend on time: they are made once for each head, temperature, batch and size. Cells that time did
     not suffice for have no steps.

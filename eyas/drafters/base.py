@@ -46,7 +46,7 @@ class PreparedTrees:
 
     @classmethod
     def enough(cls, budget: TreeBudget) -> int:
-        """Drafted nodes from which a tree is used."""
+        """Return the number of drafted nodes from which a tree is used."""
         return min(cls.MIN_DRAFTED, budget.max_nodes - 1)
 
     def put(self, prepared: PreparedTree) -> None:
@@ -54,7 +54,9 @@ class PreparedTrees:
         self.by_session[prepared.session] = prepared
 
     def take(self, context: DraftContext) -> DraftTree | None:
-        """The tree for a commit that was foreseen, within its budget; None if there is none. Uses up the session's tree."""
+        """Return the tree for a commit that was foreseen, within its budget; None if there is none. Uses up the session's
+        tree.
+        """
         found, budget = self.by_session.pop(context.session, None), context.budget
         if found is None or not budget.wants_tree or context.proposal != "deterministic":
             return None
@@ -72,10 +74,11 @@ class PreparedTrees:
 
 @dataclass(frozen=True)
 class DrafterNeeds:
-    """What the engine must send with each commit.
+    """Inputs that the engine must send with each commit.
 
-    features: fused target features [n, feature_size] of the new positions.
-    samples: the target's sample at every node of the last tree.
+    Attributes:
+        features: fused target features [n, feature_size] of the new positions.
+        samples: the target's sample at every node of the last tree.
     """
 
     features: bool = False
@@ -85,10 +88,11 @@ class DrafterNeeds:
 
 @dataclass(frozen=True)
 class DraftWork:
-    """What a tree of all levels runs, one after another.
+    """Passes that a tree of all levels runs, one after another.
 
-    passes: forward passes of a network. layers: decoder layers in these; all heads of Medusa count as one, each of Hydra as
-    one.
+    Attributes:
+        passes: forward passes of a network.
+        layers: decoder layers in these; all heads of Medusa count as one, each of Hydra as one.
     """
 
     passes: int = 0
@@ -102,20 +106,20 @@ NO_WORK = DraftWork()
 
 
 class Drafter(Protocol):
-    """Proposes a tree below the last committed token of each session."""
+    """Source of a tree below the last committed token of each session."""
 
     @property
     def needs(self) -> DrafterNeeds:
-        """What contexts must carry."""
+        """Return what contexts must carry."""
         ...
 
     @property
     def can_sample(self) -> bool:
-        """Whether it answers sampled proposals: trees drawn from its own probabilities, together with these."""
+        """Return whether it answers sampled proposals: trees drawn from its own probabilities, together with these."""
         ...
 
     def can_draft(self, session: str) -> bool:
-        """Whether a request for this session can be served now."""
+        """Return whether a request for this session can be served now."""
         ...
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
@@ -157,12 +161,12 @@ class LocalDrafter(ABC):
 
     @property
     def work(self) -> DraftWork:
-        """What a round runs; nothing for lookups."""
+        """Return what a round runs; nothing for lookups."""
         return NO_WORK
 
     @abstractmethod
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        """The answers of `Drafter.request`."""
+        """Return the answers of `Drafter.request`."""
 
     @abstractmethod
     def release(self, sessions: Sequence[str]) -> None:
@@ -193,11 +197,11 @@ class LocalDrafter(ABC):
 
     @property
     def continues_paths(self) -> bool:
-        """Whether `continue_paths` and `continue_trees` find anything."""
+        """Return whether `continue_paths` and `continue_trees` find anything."""
         return False
 
     def continue_paths(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree]:
-        """Trees below paths of guessed tokens; empty for a drafter that knows no cheap ones.
+        """Return trees below paths of guessed tokens; empty for a drafter that knows no cheap ones.
 
         contexts: for each path its session's last commit. paths: of at least one token below the session's root.
 
@@ -207,10 +211,13 @@ class LocalDrafter(ABC):
         return []
 
     def continue_trees(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """Trees of another drafter, with what this one finds below their best leaves.
+        """Return trees of another drafter, with what this one finds below their best leaves.
 
-        contexts: for each tree its session's last commit. trees: deterministic ones below the last tokens of these.
         Returns the same object where nothing is found.
+
+        Args:
+            contexts: for each tree its session's last commit.
+            trees: deterministic ones below the last tokens of these.
         """
         return list(trees)
 
@@ -219,12 +226,14 @@ class LocalDrafter(ABC):
         return False
 
     def take_prepared(self) -> list[PreparedTree]:
-        """Trees to send before the commits that they are for, as far as they are new."""
+        """Return trees to send before the commits that they are for, as far as they are new."""
         return []
 
     @property
     def takes_prepared(self) -> bool:
-        """Whether commits with `has_tree` keep their budgets: it knows the tree that it has sent, and goes on from there."""
+        """Return whether commits with `has_tree` keep their budgets: it knows the tree that it has sent, and goes on from
+        there.
+        """
         return False
 
     @property
@@ -234,7 +243,7 @@ class LocalDrafter(ABC):
 
 
 def allowed_bits(contexts: Sequence[DraftContext]) -> npt.NDArray[np.uint8]:
-    """`Commit.allowed` of each context, all ones where it is empty, uint8 [S, B]."""
+    """Return `Commit.allowed` of each context, all ones where it is empty, uint8 [S, B]."""
     bits = np.full((len(contexts), max(len(context.allowed) for context in contexts)), 0xFF, dtype=np.uint8)
     for row, context in enumerate(contexts):
         if context.allowed:
@@ -243,12 +252,12 @@ def allowed_bits(contexts: Sequence[DraftContext]) -> npt.NDArray[np.uint8]:
 
 
 def banned_at(context: DraftContext, level: int) -> frozenset[int]:
-    """Tokens that the target cannot draw at a level below the root; 0 is the root's children."""
+    """Return the tokens that the target cannot draw at a level below the root; 0 is the root's children."""
     return frozenset(b.token for b in context.logit_biases if b.bias == -math.inf and b.num_levels > level)
 
 
 def drawable(context: DraftContext) -> Callable[[int, int], bool]:
-    """Whether the target can draw a token at a level, as far as the context says; 0 is the root's children."""
+    """Return whether the target can draw a token at a level, as far as the context says; 0 is the root's children."""
     ends: dict[int, int] = {}  # of banned tokens, the first level that may have them
     for bias in context.logit_biases:
         if bias.bias == -math.inf:
@@ -262,7 +271,7 @@ def drawable(context: DraftContext) -> Callable[[int, int], bool]:
 
 
 def without_banned(tree: DraftTree, context: DraftContext) -> DraftTree:
-    """The deterministic tree without nodes that the target cannot draw, and without what stands below them."""
+    """Return the deterministic tree without nodes that the target cannot draw, and without what stands below them."""
     if not context.allowed and not any(bias.bias == -math.inf for bias in context.logit_biases):
         return tree
     can_draw, kept = drawable(context), {0: None}
@@ -273,7 +282,7 @@ def without_banned(tree: DraftTree, context: DraftContext) -> DraftTree:
 
 
 def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:
-    """A verifier's budget, cut to the size of a drafter's trees."""
+    """Return a verifier's budget, cut to the size of a drafter's trees."""
     if budget.max_nodes <= tree.num_draft_tokens and budget.max_depth <= tree.num_steps:
         return budget
     max_nodes, max_depth = min(budget.max_nodes, tree.num_draft_tokens), min(budget.max_depth, tree.num_steps)

@@ -49,7 +49,13 @@ MAX_KERNEL_WEIGHTS = 2**22
 
 
 class BlockDrafter(NeuralDrafter[None]):
-    """Trees of block heads. Sessions have no state besides their slots."""
+    """Trees of block heads. Sessions have no state besides their slots.
+
+    Raises ConfigError for a tree that the head cannot grow.
+
+    Args:
+        capture: how to capture whole trees, backbone included, as CUDA graphs.
+    """
 
     EXTEND_PASS, EXPAND_PASS = "draft_extend", "draft_round"
 
@@ -60,10 +66,6 @@ class BlockDrafter(NeuralDrafter[None]):
         config: DraftingConfig,
         capture: Capture | None = None,
     ) -> None:
-        """capture: how to capture whole trees, backbone included, as CUDA graphs.
-
-        Raises ConfigError for a tree that the head cannot grow.
-        """
         c = head.config
         if tree.num_steps < 1 or tree.top_k > c.draft_vocab_size:
             raise ConfigError(
@@ -86,7 +88,9 @@ class BlockDrafter(NeuralDrafter[None]):
         self._growth = self._compiled_growth()
 
     def _compiled_growth(self) -> CompiledGrowth | None:
-        """What grows trees on the CPU in one kernel: for heads whose levels are known at once, but for a Markov head."""
+        """Return what grows trees on the CPU in one kernel: for heads whose levels are known at once, but
+        for a Markov head.
+        """
         head, markov = self._head, self._head.markov_head
         if head.compiled is None or self._slots is not None or not runs_compiled(head.draft_ids.device):
             return None
@@ -115,7 +119,7 @@ class BlockDrafter(NeuralDrafter[None]):
                 self._growth.trees(logits, [0], words, has_noise, [TreeBudget(2, c.num_drafted)], self._max_expanded)
 
     def _is_compiled(self) -> bool:
-        """Whether the kernels of the CPU run: on no emulated device, and not on several threads."""
+        """Return whether the kernels of the CPU run: on no emulated device, and not on several threads."""
         return self._head.compiled is not None and not self.device and runs_compiled(self.draft_ids.device)
 
     @property
@@ -145,7 +149,7 @@ class BlockDrafter(NeuralDrafter[None]):
         return features.new_empty(len(contexts), 0)
 
     def _cache_context(self, features: Tensor, rows: PackedInputs, last: PackedInputs) -> Tensor:
-        """An ExtendPass."""
+        """Return an ExtendPass."""
         for layer, (keys, values) in enumerate(zip(self._kv.keys, self._kv.values, strict=True)):
             projected = self._head.project_context(layer, features, rows.positions)
             keys.index_copy_(0, rows.slots, projected.key)
@@ -153,7 +157,7 @@ class BlockDrafter(NeuralDrafter[None]):
         return features.new_empty(len(rows.logits_indices), 0)
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
-        """Deterministic trees; in one kernel on the CPU, where nothing but noise changes the head's logits."""
+        """Grow deterministic trees; in one kernel on the CPU, where nothing but noise changes the head's logits."""
         is_ruled = any(context.allowed or context.logit_biases for context in contexts)
         if self._growth is None or not self._is_compiled() or is_ruled:
             return super()._grow(contexts, states)
@@ -176,7 +180,9 @@ class BlockDrafter(NeuralDrafter[None]):
 
 
 def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
-    """One pass of the blocks behind all sessions' prefixes: normed states of the rows that propose tokens, [S, G, H]."""
+    """Return one pass of the blocks behind all sessions' prefixes: normed states of the rows that
+    propose tokens, [S, G, H].
+    """
     cached = roots.cached
     ahead = torch.arange(head.config.block_size, device=roots.tokens.device)
     rows: SlotBlocks | CopiedBlocks
@@ -192,7 +198,12 @@ def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
 
 
 def compiled_states(head: BlockHead, kv: KVCache, tokens: Sequence[int], prefixes: Sequence[Slots]) -> Tensor:
-    """`block_states` by the kernels of the CPU. tokens: the target's ids of the roots. prefixes: slots of each session."""
+    """Compute `block_states` by the kernels of the CPU.
+
+    Args:
+        tokens: the target's ids of the roots.
+        prefixes: slots of each session.
+    """
     size, none = head.config.block_size, no_slots()
     visible, ahead = np.ones((size, size), np.bool_), np.arange(size)
     blocks = [
@@ -205,10 +216,14 @@ def compiled_states(head: BlockHead, kv: KVCache, tokens: Sequence[int], prefixe
 
 
 class SlotBlocks:
-    """The rows of blocks for the attention kernel. Rows have slots of the KV cache, and no prefix is copied."""
+    """The rows of blocks for the attention kernel. Rows have slots of the KV cache, and no prefix is copied.
+
+    Args:
+        whole: the pass.
+        causal: the same for layers with a window, in which a head may not see rows behind.
+    """
 
     def __init__(self, head: BlockHead, kv: KVCache, whole: PackedInputs, causal: PackedInputs) -> None:
-        """whole: the pass. causal: the same for layers with a window, in which a head may not see rows behind."""
         self._config, self._kv = head.config, kv
         self._packed = {window: whole if window is None else causal for window in set(head.config.windows)}
         self.positions = whole.positions
@@ -224,10 +239,12 @@ class CopiedBlocks:
     """The rows of blocks without the kernel. In each layer keys and values are
 
     [ prefix, L cells | padding masked ] [ own rows, R of each session ]
+
+    Args:
+        own: positions of the rows, int64 [S, R].
     """
 
     def __init__(self, head: BlockHead, kv: KVCache, cached: PaddedPrefix, own: Tensor) -> None:
-        """own: positions of the rows, int64 [S, R]."""
         c, lengths = head.config, cached.lengths
         self._config, self._kv, self._index, self._num_rows = c, kv, cached.slots, own.shape[1]
         cells = torch.arange(self._index.shape[1], device=lengths.device).expand(len(lengths), -1)
@@ -240,7 +257,9 @@ class CopiedBlocks:
         self.positions = own.clamp(max=head.max_model_len - 1).flatten()
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask [S, 1, heads per key-value head * R, L + R]; see `eyas.models.heads.block.block_masks`."""
+        """Return the additive mask [S, 1, heads per key-value head * R, L + R]; see
+        `eyas.models.heads.block.block_masks`.
+        """
         seen = self._filled
         if window is not None:
             seen = seen & (self._behind < window)
@@ -264,13 +283,17 @@ class CopiedBlocks:
 
 
 class ConditionalExpansion:
-    """Implements Expansion. The logits of a level's children are the block's at this level, corrected for the node's token.
+    """Expansion of block heads with a Markov head or selector. The logits of a level's children are the block's at this
+    level, corrected for the node's token.
 
     A level costs products with the Markov head's rank; only its recurrent kind keeps memory [S, W, r] along paths.
+
+    Args:
+        states: normed, one of each level, [S, G, H].
+        roots: the target's token ids, int64 [S].
     """
 
     def __init__(self, head: BlockHead, scorer: Scorer, states: Tensor, roots: Tensor) -> None:
-        """states: normed, one of each level, [S, G, H]. roots: the target's token ids, int64 [S]."""
         self._head, self._scorer, self._states, self._roots = head, scorer, states, roots
         self._logits = head.backbone_logits(states)
         self._memory = head.initial_state(len(roots), 1)
@@ -283,7 +306,7 @@ class ConditionalExpansion:
         return self._score(level, self._head.draft_ids[tokens])
 
     def _score(self, level: int, previous: Tensor) -> Scores:
-        """Scores [S, W, D] below nodes with the tokens `previous` [S, W]."""
+        """Return scores [S, W, D] below nodes with the tokens `previous` [S, W]."""
         logits, states = (x[:, level : level + 1] for x in (self._logits, self._states))
         logits, self._memory = self._head.step(logits, states, previous, self._memory)
         return self._scorer(logits, level)

@@ -45,11 +45,15 @@ MIN_CLAIM = 5.0
 class _CombinedSession(Session):
     """A session. Both sides have at least `committed_length` of its tokens.
 
-    context: its latest commit. lengths, drafts: committed length and last answer of each side. tree: the last merged one.
-    continued: the tree of each side, with what the other one has found below its leaves; None where there is nothing.
-    places: for each side that needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
-    looked_up, drafted_ahead: for the next commit, what lookups have found and the last tree of a side that drafts ahead.
-    prepared: the two as one, which the verifier has.
+    Attributes:
+        context: its latest commit.
+        lengths, drafts: committed length and last answer of each side.
+        tree: the last merged one.
+        continued: the tree of each side, with what the other one has found below its leaves; None where there is nothing.
+        places: for each side that needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
+        looked_up, drafted_ahead: for the next commit, what lookups have found and the last tree of a side that drafts
+            ahead.
+        prepared: the two as one, which the verifier has.
     """
 
     context: DraftContext = field(init=False)
@@ -64,7 +68,7 @@ class _CombinedSession(Session):
 
     @property
     def is_complete(self) -> bool:
-        """Whether both sides have all of the commit."""
+        """Return whether both sides have all of the commit."""
         return self.committed_length == self.context.committed_length
 
     @property
@@ -74,7 +78,7 @@ class _CombinedSession(Session):
         return [tree for tree in both if tree is not None]
 
     def with_sources(self, merged: DraftTree) -> DraftTree:
-        """The merged tree with `DraftTree.sources`."""
+        """Return the merged tree with `DraftTree.sources`."""
         sources = [0] * len(merged)
         for side in range(len(self.drafts)):
             if (tree := self.tree_of(side)) is not None:
@@ -86,13 +90,14 @@ class _CombinedSession(Session):
         return merged.with_sources([0, *sources[1:]])
 
     def tree_of(self, side: int) -> DraftTree | None:
-        """A side's tree for the commit, if it has one. A side may be ahead of it, while the other one is sent the session
-        again in pieces."""
+        """Return a side's tree for the commit, if it has one. A side may be ahead of it, while the other one is sent the
+        session again in pieces.
+        """
         draft = self.drafts[side] if self.lengths[side] == self.context.committed_length else None
         return draft if isinstance(draft, DraftTree) else None
 
     def missing(self, side: int, needs: DrafterNeeds, takes_prepared: bool) -> DraftContext:
-        """The part of the commit that a side lacks; the side has at least what lies before the commit.
+        """Return the part of the commit that a side lacks; the side has at least what lies before the commit.
 
         takes_prepared: see LocalDrafter. Other sides draft nothing for a session that has its tree.
 
@@ -115,7 +120,9 @@ class CombinedDrafter(LocalDrafter):
     def __init__(
         self, first: LocalDrafter, second: LocalDrafter, tree: TreeConfig, config: CombinedConfig, prepares: bool = False
     ) -> None:
-        """At most one of the drafters needs features. prepares: whether `draft_ahead` looks up what follows the trees."""
+        """Combine drafters; at most one of them needs features. prepares: whether `draft_ahead` looks up what follows the
+        trees.
+        """
         self.sides = (first, second)
         self._side_needs = first.needs, second.needs
         self._tree = tree
@@ -195,7 +202,7 @@ class CombinedDrafter(LocalDrafter):
         return any(more) or bool(self._due)
 
     def take_prepared(self) -> list[PreparedTree]:
-        """Trees of the sides, merged with what was looked up below the trees under verification."""
+        """Return trees of the sides, merged with what was looked up below the trees under verification."""
         found = {tree.session: tree for side in self.sides for tree in side.take_prepared()}
         names, self._changed = [*dict.fromkeys((*self._changed, *found))], {}
         for name in names:
@@ -301,13 +308,13 @@ def _take_over(session: _CombinedSession) -> None:
 
 
 def joined_arrays(parts: Sequence[DraftTree]) -> DraftTree:
-    """The best nodes of trees with the same root, as many as a prepared tree may have."""
+    """Return the best nodes of trees with the same root, as many as a prepared tree may have."""
     whole = TreeBudget(PreparedTree.MAX_NODES, PreparedTree.MAX_NODES)
     return merge_trees([parts[0].tokens[0]], [parts], [whole], 0.0)[0]
 
 
 def _claim_below_best(tree: DraftTree) -> float:
-    """The tokens that a tree below the best child of the root claims to yield, if the target draws this child."""
+    """Return the tokens that a tree below the best child of the root claims to yield, if the target draws this child."""
     best = max(tree.families.get(0, ()), key=tree.log_probs.__getitem__, default=None)
     if best is None:
         return 0.0
@@ -320,7 +327,7 @@ def _claim_below_best(tree: DraftTree) -> float:
 
 
 def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:
-    """For each node of `tree` that is in `merged`, its number there."""
+    """Return, for each node of `tree` that is in `merged`, its number there."""
     places = {0: 0}
     for node in range(1, len(tree)):
         above = places.get(tree.parents[node])
@@ -332,10 +339,13 @@ def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:
 
 @dataclass(frozen=True)
 class _Nodes:
-    """The nodes [K] of all trees, one tree after the other, session by session. sessions: of each tree [T].
+    """The nodes [K] of all trees, one tree after the other, session by session.
 
-    depths: 0 for roots. firsts: the first node with the same path in the same session, often the node itself. scores: those
-    of the node's own tree, but at most its parent's, so that the best nodes of a tree are a tree.
+    Attributes:
+        sessions: of each tree [T].
+        depths: 0 for roots.
+        firsts: the first node with the same path in the same session, often the node itself.
+        scores: those of the node's own tree, but at most its parent's, so that the best nodes of a tree are a tree.
     """
 
     sessions: Ints
@@ -364,7 +374,7 @@ def merge_trees(
 def _merged_by_kernel(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
 ) -> DraftTrees:
-    """`_merged` by one kernel of the CPU."""
+    """Merge by one kernel of the CPU, as `_merged`."""
     from eyas.kernels.cpu import lookups as cpu_lookups
 
     limits, depths = limits_of(budgets)
@@ -380,7 +390,7 @@ def _merged_by_kernel(
 def _merged(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
 ) -> DraftTrees:
-    """`merge_trees` by operations on the nodes of all trees."""
+    """Merge by operations on the nodes of all trees."""
     room = np.array([max(budget.max_nodes - 1, 0) for budget in budgets])
     deepest = np.array([budget.max_depth for budget in budgets])
     nodes = _nodes(trees)
@@ -411,7 +421,7 @@ def _nodes(trees: Sequence[Sequence[DraftTree]]) -> _Nodes:
 
 
 def _lineage(parents: Ints) -> Ints:
-    """Each node, its parent, the parent of that, and so on until all are roots, [D + 1, K]."""
+    """Return each node, its parent, the parent of that, and so on until all are roots, [D + 1, K]."""
     rows = [np.arange(len(parents))]
     while ((above := parents[rows[-1]]) != rows[-1]).any():
         rows.append(above)
@@ -419,9 +429,11 @@ def _lineage(parents: Ints) -> Ints:
 
 
 def _firsts(tokens: Ints, kinds: Ints) -> Ints:
-    """For each node the first one of the same kind with the same lineage.
+    """Return, for each node, the first one of the same kind with the same lineage.
 
-    kinds: a number for each depth of each session [K]. tokens: of the node and of its ancestors [D + 1, K].
+    Args:
+        kinds: a number for each depth of each session [K].
+        tokens: of the node and of its ancestors [D + 1, K].
     """
     order = np.lexsort((*tokens, kinds))
     differs = (tokens[:, order[1:]] != tokens[:, order[:-1]]).any(0) | (kinds[order[1:]] != kinds[order[:-1]])

@@ -61,6 +61,13 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones, P-EAGLE with all levels in one pass.
 
     A session's state [H] is that of its last pair. first_grown_slot: of those for nodes of trees that grow ahead.
+
+    Raises ConfigError for a tree that the head cannot grow.
+
+    Args:
+        static_tree: the shape of every tree, in place of `tree`.
+        capture: how to capture whole trees as CUDA graphs.
+        num_grown_slots: for nodes of trees that grow ahead, beside the slots of `config`.
     """
 
     def __init__(
@@ -72,11 +79,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         capture: Capture | None = None,
         num_grown_slots: int = 0,
     ) -> None:
-        """static_tree: the shape of every tree, in place of `tree`. capture: how to capture whole trees as CUDA graphs.
-        num_grown_slots: for nodes of trees that grow ahead, beside the slots of `config`.
-
-        Raises ConfigError for a tree that the head cannot grow.
-        """
         c = head.config
         tree = static_tree.shape if static_tree else tree
         tree = ddtree_shape(tree, c.draft_vocab_size) if c.kind == "peagle" else tree
@@ -108,14 +110,14 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             drafts.compile_kernels()
 
     def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
-        """Rows of a tree in each pass."""
+        """Return the rows of a tree in each pass."""
         if static_tree:
             return [len(level.expanded) for level in static_tree.levels[:-1]]
         levels = tree.num_steps - 1
         return [levels] if self._head.config.kind == "peagle" else [tree.top_k] * levels
 
     def _visible(self, tree: TreeConfig) -> Bools | None:
-        """Which rows of P-EAGLE's only pass see each other."""
+        """Return which rows of P-EAGLE's only pass see each other."""
         return np.tri(tree.num_steps - 1, dtype=np.bool_) if self._head.config.kind == "peagle" else None
 
     @property
@@ -130,18 +132,20 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return DraftWork(passes, passes * config.num_layers)
 
     def can_grow(self, session: str) -> bool:
-        """Whether the session has all that a tree grows from."""
+        """Return whether the session has all that a tree grows from."""
         return self.is_cached(session) and self.sessions[session].state is not None
 
     @torch.inference_mode()
     def root_candidates(self, contexts: Sequence[DraftContext], num_candidates: int) -> tuple[Tensor, Ranked]:
-        """Of sessions that can grow, the states [S, H] behind their last commits, and the best next tokens [S, C]."""
+        """Return, for sessions that can grow, the states [S, H] after their last commits, and the best next
+        tokens [S, C].
+        """
         states = [self.sessions[context.session].state for context in contexts]
         stacked = torch.stack([state for state in states if state is not None])
         return stacked, self._best_next(contexts, stacked, num_candidates)
 
     def _best_next(self, contexts: Sequence[DraftContext], states: Tensor, num_candidates: int) -> Ranked:
-        """The best next tokens [S, C] by the states [S, H] behind the contexts' last tokens."""
+        """Return the best next tokens [S, C] by the states [S, H] behind the contexts' last tokens."""
         scorer = make_scorer(contexts, self.ranking, 1, self.draft_ids)
         best = rank_children(scorer(self._head.raw_logits(states[:, None]), 0), num_candidates)
         return Ranked(*(column[:, 0] for column in best))
@@ -208,13 +212,13 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return states[upload(np.cumsum(counts, dtype=np.int64) - 1, device)], FoundRows(states[sum(counts) :], best)
 
     def _segment(self, rows: GrownRows, prefix: Slots) -> Segment:
-        """Rows of a tree that grows."""
+        """Return the rows of a tree that grows."""
         positions = np.minimum(len(prefix) - 1 + rows.depths, self._head.max_model_len - 1)
         slots, others = self.first_grown_slot + rows.slots, self.first_grown_slot + rows.others
         return Segment(rows.tokens, positions, slots, prefix, rows.visible, np.arange(0), None, others)
 
     def _run_segments(self, features: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """States [R, H] of rows in slots, through all layers."""
+        """Return states [R, H] of rows in slots, through all layers."""
         if not self._is_compiled():
             packed = self._pack(segments)
             return self._head.run(features, packed.tokens, packed.positions, partial(attend_slots, self._kv, packed))
@@ -224,11 +228,11 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return self._head.compiled.level(features, np.arange(len(tokens)), tokens, slots, keys, self._kv)[0]
 
     def _is_compiled(self) -> bool:
-        """Whether the kernels of the CPU run: on no emulated device, and not on several threads."""
+        """Return whether the kernels of the CPU run: on no emulated device, and not on several threads."""
         return self._tree_slots is not None and not self.device and runs_compiled(self.draft_ids.device)
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
-        """Deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
+        """Grow deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
         is_ruled = any(context.allowed or context.logit_biases for context in contexts)
         if not self._is_compiled() or is_ruled:
             return super()._grow(contexts, states)
@@ -241,7 +245,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return [tree for part in of_parts for tree in self._grow_compiled(*part)]
 
     def _grow_compiled(self, contexts: Sequence[DraftContext], states: Tensor, words: Ints) -> DraftTrees:
-        """words: see `noise_words`."""
+        """Grow trees by the kernels of the CPU. words: see `noise_words`."""
         assert self._tree_slots is not None
         assert self._head.compiled is not None
         shape = self._shape(contexts, self._max_expanded)
@@ -290,7 +294,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return compiled.extend(features, new, [last_rows(own, 1) for own in slots], self._kv)
 
     def _run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs) -> Tensor:
-        """An ExtendPass."""
+        """Return an ExtendPass."""
         head, slots, ends = self._head, pairs.slots, pairs.logits_indices
         to_slots = partial(layer_slots, self._kv, pairs)
         rows = head.project(features, pairs.tokens, pairs.positions, to_slots)
@@ -303,16 +307,19 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
 
 def _ends(context: DraftContext, depths: Ints) -> Iterator[DraftContext]:
-    """The session as if its last commit ended `depths` tokens later."""
+    """Return the session as if its last commit ended `depths` tokens later."""
     ends = {depth: context._replace(start_position=context.start_position + depth) for depth in set(depths.tolist())}
     return (ends[depth] for depth in depths.tolist())
 
 
 class EagleExpansion:
-    """Implements Expansion. A row attends to the prefix, to its ancestors and to itself."""
+    """Expansion by an EAGLE head. A row attends to the prefix, to its ancestors and to itself.
+
+    Args:
+        shape: number of levels, and the most rows of a level.
+    """
 
     def __init__(self, head: EagleHead, scorer: Scorer, kv: KVCache, roots: Roots, shape: TreeConfig) -> None:
-        """shape: number of levels, and the most rows of a level."""
         self._head, self._scorer, self._states = head, scorer, roots.states[:, None]
         cached = roots.cached
         self._kv = kv
@@ -336,7 +343,7 @@ class EagleExpansion:
         return self._scorer(self._head.raw_logits(self._states), level)
 
     def parallel_logits(self, num_steps: int) -> Tensor:
-        """Logits [S, num_steps, D] of P-EAGLE: of the last pair, and of mask rows behind it, which see those before.
+        """Return logits [S, num_steps, D] of P-EAGLE: of the last pair, and of mask rows behind it, which see those before.
 
         There must be room for num_steps rows.
         """
@@ -351,7 +358,7 @@ class EagleExpansion:
         return head.raw_logits(torch.cat([self._states, self._run(features, tokens)], 1))
 
     def _run(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """States [S, W, H] of the newest rows: features [S, W, H], the target's token ids [S, W]."""
+        """Return states [S, W, H] of the newest rows: features [S, W, H], the target's token ids [S, W]."""
         rows = self._rows
         attend, positions = (
             (partial(attend_slots, self._kv, rows.packed), rows.packed.positions)

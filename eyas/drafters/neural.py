@@ -69,9 +69,11 @@ MAX_NEW_TOKENS = 8192
 
 
 class NeuralDrafter(LocalDrafter, Generic[StateT]):
-    """Admits commits, runs new positions (`_extend`), and grows or draws trees from the resulting states (`_expand`).
+    """Drafter that admits commits, runs new positions (`_extend`), and grows or draws trees from the resulting states
+    (`_expand`).
 
-    EXTEND_PASS, EXPAND_PASS: the kinds of pass that `_extend` and `_expand` run, for an emulated device.
+    Attributes:
+        EXTEND_PASS, EXPAND_PASS: the kinds of pass that `_extend` and `_expand` run, for an emulated device.
     """
 
     EXTEND_PASS: PassKind = "draft_round"
@@ -85,7 +87,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         draft_ids: Tensor,
         sessions: KVLedger[StateT],
     ) -> None:
-        """static_tree: the shape of every tree, with `tree` as its size; None grows dynamic trees.
+        """Set up trees. static_tree: the shape of every tree, with `tree` as its size; None grows dynamic trees.
 
         draft_ids maps draft vocabulary ids to the target's.
         """
@@ -115,8 +117,11 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     ) -> None:
         """Let the rows of trees lie in slots, for the attention kernel; and capture rounds by `capture`.
 
-        slots: None for the plain attention, whose rounds are not captured. state_size, dtype: of a state. extend: runs new
-        rows; None if this is not captured. feature_size: of their features.
+        Args:
+            slots: None for the plain attention, whose rounds are not captured.
+            state_size, dtype: of a state.
+            extend: runs new rows; None if this is not captured.
+            feature_size: of their features.
         """
         self._slots = slots
         if slots is None or capture is None:
@@ -181,7 +186,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.ranking.release(sessions)
 
     def is_cached(self, session: str) -> bool:
-        """Whether the session has cached tokens: it was not evicted, and is not dormant."""
+        """Return whether the session has cached tokens: it was not evicted, and is not dormant."""
         known = self.sessions.get(session)
         return known is not None and len(known.slots) > 0
 
@@ -232,7 +237,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return run(features, self._pack(rows), self._pack(last)) if found is None else found
 
     def _pack(self, segments: Sequence[Segment]) -> PackedInputs:
-        """Segments for the attention kernel if it runs, otherwise for the plain attention."""
+        """Return segments for the attention kernel if it runs, otherwise for the plain attention."""
         device = self.draft_ids.device
         if self._slots is None:
             return pack(segments, device)
@@ -240,18 +245,20 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return pack_with_metadata(segments, shape, self._slots.spare, device)
 
     def _has_state(self, context: DraftContext) -> bool:
-        """Whether `_extend` returns a state for the context."""
+        """Return whether `_extend` returns a state for the context."""
         return True
 
     def _rows_run(self, expansion: Expansion) -> Tensor | None:
-        """Tokens and parents of the rows that a tree ran through the network, int64 [S, 2, rows]; None if not needed."""
+        """Return tokens and parents of the rows that a tree ran through the network, int64 [S, 2, rows];
+        None if not needed.
+        """
         return None
 
     def _keep_rows(self, contexts: Sequence[DraftContext], rows: Ints, top_k: int) -> None:
         """Keep the output of `_rows_run` for the next commit."""
 
     def _admit_all(self, contexts: Sequence[DraftContext]) -> tuple[list[Draft], list[int]]:
-        """The answers to contexts that are not run, None for the others; and the places of these."""
+        """Return the answers to contexts that are not run, None for the others; and the places of these."""
         busy = {context.session for context in contexts}
         for context in contexts:
             self.ranking.observe(context)
@@ -259,7 +266,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return drafts, [i for i, draft in enumerate(drafts) if draft is None]
 
     def _admit(self, context: DraftContext, busy: Collection[str]) -> Draft:
-        """None if the context is to be run, else the answer to it."""
+        """Return None if the context is to be run, else the answer to it."""
         session = self.sessions.follow(context)
         if isinstance(session, ResyncRequired):
             return session
@@ -271,13 +278,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         contexts: Sequence[DraftContext],
         states: Tensor,
     ) -> list[DraftTree]:
-        """The trees of all contexts, of as many at a time as there are slots for."""
+        """Return the trees of all contexts, of as many at a time as there are slots for."""
         most = self._slots.max_sessions if self._slots else len(contexts)
         starts = range(0, len(contexts), most)
         return [tree for i in starts for tree in make_trees(contexts[i : i + most], states[i : i + most])]
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
-        """Deterministic trees."""
+        """Grow deterministic trees."""
         if self.graphs and not any(context.allowed for context in contexts):
             slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)
             trees, rows_run = self.graphs.grow(contexts, slots, states, scratch)
@@ -292,7 +299,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
-        """Sampled chains."""
+        """Draw sampled chains."""
         if self.chain_graphs and not any(context.allowed or context.logit_biases for context in contexts):
             slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)
             chains, rows_run = self.chain_graphs.draw(contexts, slots, states, scratch)
@@ -312,7 +319,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _grow_candidates(
         self, roots: Roots, scorer: Scorer, shape: TreeConfig, pays: Callable[[TreeGrowth], bool] | None = None
     ) -> tuple[Candidates, Tensor | None]:
-        """Candidates of at most `shape.num_steps` levels, and the output of `_rows_run`. pays: see `grow_dynamic`."""
+        """Return candidates of at most `shape.num_steps` levels, and the output of `_rows_run`. pays: see `grow_dynamic`."""
         expansion = self._expand_on_device(roots, scorer, shape)
         masked = masked_expansion(expansion, scorer)
         if self._static_tree:
@@ -322,13 +329,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return candidates, self._rows_run(_computing(expansion))
 
     def _masked(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:
-        """The scorer within the grammars of the sessions."""
+        """Return the scorer within the grammars of the sessions."""
         if not any(context.allowed for context in contexts):
             return scorer
         return MaskedScorer(scorer, contexts, self.draft_ids, self._path_masks)
 
     def _to_host(self, columns: Tensor, rows: Tensor | None, contexts: Sequence[DraftContext], top_k: int) -> Reals:
-        """`columns` as an array. Copies the rows to keep together with them, so that the host waits once."""
+        """Return `columns` as an array. Copies the rows to keep together with them, so that the host waits once."""
         if rows is None:
             return columns.cpu().numpy()
         found, kept = download(columns, rows)
@@ -347,17 +354,17 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return Roots(states, tokens, SlotRows(layout, upload(words, device), count))
 
     def _scratch(self, contexts: Sequence[DraftContext], slots: TreeSlots | None) -> Sequence[Slots]:
-        """Slots for the rows of each session's tree."""
+        """Return slots for the rows of each session's tree."""
         if slots and slots.first is not None:
             return slots.rows(len(contexts))
         return [self.sessions[context.session].scratch for context in contexts]
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
-        """The slots that the rows of each session's tree attend to."""
+        """Return the slots that the rows of each session's tree attend to."""
         return [self.sessions[context.session].slots for context in contexts]
 
     def _shape(self, contexts: Sequence[DraftContext], top_k: int) -> TreeConfig:
-        """The largest shape within the contexts' budgets. A tree of n drafted nodes expands n at most of a level."""
+        """Return the largest shape within the contexts' budgets. A tree of n drafted nodes expands n at most of a level."""
         num_steps = min(self.tree.num_steps, max(context.budget.max_depth for context in contexts))
         num_drafted = max(context.budget.max_nodes for context in contexts) - 1
         return replace(self.tree, num_steps=num_steps, top_k=max(min(top_k, num_drafted), 1))
@@ -369,12 +376,12 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
 
 def _computing(expansion: Expansion) -> Expansion:
-    """The expansion that computes the scores."""
+    """Return the expansion that computes the scores."""
     return expansion.expansion if isinstance(expansion, EmulatedExpansion) else expansion
 
 
 def masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:
-    """The expansion, whose scorer learns which nodes it scores if it has masks."""
+    """Return the expansion, whose scorer learns which nodes it scores if it has masks."""
     return MaskedExpansion(expansion, scorer) if isinstance(scorer, MaskedScorer) else expansion
 
 
@@ -397,7 +404,7 @@ def plan_tree_slots(
     capture: Capture | None,
     visible: Bools | None = None,
 ) -> TreeSlots | None:
-    """Slots for trees whose passes have `widths` rows; None if the attention kernel cannot serve them.
+    """Return slots for trees whose passes have `widths` rows; None if the attention kernel cannot serve them.
 
     visible: see RowLayout. The kernel runs on CUDA. On a CPU it runs in Triton's interpreter, if `capture` is given.
     """
@@ -414,7 +421,7 @@ def plan_tree_slots(
 
 
 def new_rows(context: DraftContext, slots: Slots, count: int, attends: bool) -> Segment:
-    """The last `count` cached rows of a session with the last tokens of its commit, as causal rows over all of them.
+    """Return the last `count` cached rows of a session with the last tokens of its commit, as causal rows over all of them.
 
     attends: whether they see what is before them.
     """
@@ -425,7 +432,7 @@ def new_rows(context: DraftContext, slots: Slots, count: int, attends: bool) -> 
 
 
 def last_rows(slots: Slots, count: int) -> Segment:
-    """The last `count` cached rows of a session, as causal rows over all of them."""
+    """Return the last `count` cached rows of a session, as causal rows over all of them."""
     places = np.arange(len(slots) - count, len(slots))
     return Segment(places, places, slots[-count:], slots[:-count], None, np.zeros(1, dtype=np.int64))
 
@@ -448,7 +455,7 @@ def cache_and_attend(
 
 
 def layer_slots(kv: KVCache, packed: PackedInputs, layer: int) -> LayerSlots:
-    """Where the keys and values of a pass belong in a layer."""
+    """Return where the keys and values of a pass belong in a layer."""
     return LayerSlots(kv.keys[layer], kv.values[layer], packed.slots)
 
 
@@ -458,7 +465,7 @@ def attend_slots(kv: KVCache, packed: PackedInputs, layer: int, rows: Projected)
 
 
 def split_contexts(contexts: Sequence[DraftContext]) -> list[list[DraftContext]]:
-    """Contexts for passes of at most MAX_NEW_TOKENS new tokens, or of one context, in order."""
+    """Split contexts for passes of at most MAX_NEW_TOKENS new tokens, or of one context, in order."""
     parts, count = [list[DraftContext]()], 0
     for context in contexts:
         if parts[-1] and count + len(context.tokens) > MAX_NEW_TOKENS:

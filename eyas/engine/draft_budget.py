@@ -1,4 +1,4 @@
-"""How large the draft trees of the next step may be. No output depends on it.
+"""Sizes of the draft trees of the next step. No output depends on it.
 
 Let B sequences have trees of up to k nodes and d levels, let P have none, and let the m likeliest of all drafted nodes be
 verified. Such a step takes verify(P + B + m) + draft(B, k, d) + other seconds, and yields P + B + a(m, k, d) tokens. Seconds
@@ -37,7 +37,10 @@ log = logging.getLogger(__name__)
 class Choice(NamedTuple):
     """A size, or none, with what is expected of a step.
 
-    rate: tokens per second. gain: of the best size, over plain decoding. seconds, plain_s: with trees and without.
+    Attributes:
+        rate: tokens per second.
+        gain: of the best size, over plain decoding.
+        seconds, plain_s: with trees and without.
     """
 
     size: TreeSize = NO_TREE
@@ -53,6 +56,12 @@ class AdaptiveDraftBudget:
     While there is none, a few sequences try the largest trees. After a try that has lost time, plain steps follow, twice as
     many after each, or enough for tries to take about TRY_SHARE of the time. Once trees have lost more than a few plain
     steps, whatever was expected, there are none either. Nodes of trees that came compete by their own scores.
+
+    Args:
+        tree: the largest one.
+        verify: seconds by rows, without those of contexts.
+        is_apart: whether the drafter works elsewhere.
+        context_token_s: seconds for each cached token that rows attend to.
     """
 
     MARGIN, AS_GOOD = 1.05, 0.99  # the latter: of the best rate; the deepest of such sizes says the most
@@ -74,8 +83,6 @@ class AdaptiveDraftBudget:
         is_apart: bool = False,
         context_token_s: float = 0.0,
     ) -> None:
-        """tree: the largest one. verify: seconds by rows, without those of contexts. is_apart: whether the drafter works
-        elsewhere. context_token_s: seconds for each cached token that rows attend to."""
         self.num_nodes, self.tokens_per_s, self.is_on = 1, 0.0, False
         self._tree, self._verify, self._draft, self._is_apart = tree, verify, draft, is_apart
         self._survival, self._recent, self._choice = SurvivalModel(), RecentTrees(), Choice()

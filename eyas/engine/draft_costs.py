@@ -37,8 +37,11 @@ NO_TREE = TreeSize(1, 0)
 class StepTimes(NamedTuple):
     """Seconds of a step.
 
-    wait: to request its trees and to get them. verify: of the forward pass and of acceptance. between: since the end of the
-    step before; None if nothing was to be done then. host: of all else in the step.
+    Attributes:
+        wait: to request its trees and to get them.
+        verify: of the forward pass and of acceptance.
+        between: since the end of the step before; None if nothing was to be done then.
+        host: of all else in the step.
     """
 
     wait: float
@@ -48,10 +51,12 @@ class StepTimes(NamedTuple):
 
 
 class NextStep(NamedTuple):
-    """What else is known of the next step.
+    """Facts about the next step besides its rows.
 
-    num_prefilling: sequences inside their prompts. num_prompt_rows: that the step computes of these.
-    num_context_tokens: cached tokens that its rows attend to, of all sequences together.
+    Attributes:
+        num_prefilling: sequences inside their prompts.
+        num_prompt_rows: that the step computes of these.
+        num_context_tokens: cached tokens that its rows attend to, of all sequences together.
     """
 
     num_prefilling: int = 0
@@ -63,10 +68,11 @@ DECODE_ONLY = NextStep()
 
 
 class DraftBudget(Protocol):
-    """Chooses sizes of draft trees.
+    """Chooser of the sizes of draft trees.
 
-    num_nodes: most nodes of the trees chosen last, the root included; 1 only if no request drafts. tokens_per_s: see
-    TreeBudget.
+    Attributes:
+        num_nodes: most nodes of the trees chosen last, the root included; 1 only if no request drafts.
+        tokens_per_s: see TreeBudget.
     """
 
     num_nodes: int
@@ -78,14 +84,16 @@ class DraftBudget(Protocol):
         ...
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
-        """Largest next tree of each request, of at most `most` nodes.
+        """Return the largest next tree of each request, of at most `most` nodes.
 
-        decoding: requests that can have a tree. num_plain: requests that decode beside them and cannot.
+        Args:
+            decoding: requests that can have a tree.
+            num_plain: requests that decode beside them and cannot.
         """
         ...
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        """The parts to verify of deterministic trees that came; the same objects if nothing is left out.
+        """Return the parts to verify of deterministic trees that came; the same objects if nothing is left out.
 
         num_plain: requests that decode beside them.
         """
@@ -95,7 +103,7 @@ class DraftBudget(Protocol):
 
 
 class FixedDraftBudget:
-    """Always the largest trees."""
+    """Budget that always allows the largest trees."""
 
     num_nodes, tokens_per_s, takes_prompts = 1, 0.0, True
 
@@ -114,6 +122,9 @@ class CostModel:
 
     The table is interpolated between its sizes and extended along its last slope. Its seconds never fall with size. The
     factor is the same for all sizes, as other work slows a machine down for all of them.
+
+    Args:
+        sizes: ascending.
     """
 
     RATE = 0.1  # weight of a measurement; the first ones have more
@@ -121,7 +132,6 @@ class CostModel:
     LEAST_S = 1e-7
 
     def __init__(self, sizes: Seq[float], seconds: Seq[float]) -> None:
-        """sizes: ascending."""
         self.sizes, self.factor, self._count = [float(size) for size in sizes], 1.0, 0
         self._seconds = list(itertools.accumulate((max(float(own), self.LEAST_S) for own in seconds), max))
         if len(self.sizes) == 1:
@@ -155,6 +165,9 @@ class DraftCosts:
 
     Drafters in this process are timed at start: a first level by number of trees, and a further one by its rows, one for
     each drafted node of a tree, but `top_k` at most. Of others nothing is known before they have answered.
+
+    Args:
+        first, level: None for a drafter that was not timed.
     """
 
     RATE = 0.2  # weight of a measurement
@@ -162,7 +175,6 @@ class DraftCosts:
     NUM_FIRST = 6  # of its first measurements the least counts, as it loads and connects meanwhile
 
     def __init__(self, first: CostModel | None, level: CostModel | None, top_k: int) -> None:
-        """first, level: None for a drafter that was not timed."""
         self._first, self._level, self._top_k = first, level, top_k
         self._means: dict[int, float] = {}  # by depth, of measured over expected seconds
         self._num_first = 0 if first else self.NUM_FIRST
@@ -195,7 +207,7 @@ class DraftCosts:
 
 
 class SurvivalModel:
-    """How likely a node is accepted: the product, along its path, of how likely nodes are accepted whose parent is.
+    """Chance that a node is accepted: the product, along its path, of how likely nodes are accepted whose parent is.
 
     The latter is learned by a node's own score, its log-probability below the parent, as means over nodes verified lately.
     Scores of drafters with a network are calibrated, others only rank. So a mean begins with what scores claim, times the

@@ -112,7 +112,9 @@ class DraftManager:
 
         A decoding sequence without a tree budget is not sent to the drafter until it has one.
 
-        budgets: of each sequence. allowed, logit_biases: by request id, see Commit; absent where there are none.
+        Args:
+            budgets: of each sequence.
+            allowed, logit_biases: by request id, see Commit; absent where there are none.
         """
         drafter = self._drafter
         if drafter is None:
@@ -207,7 +209,7 @@ class DraftManager:
             self._guarded(partial(self._drafter.release, ended))
 
     def _features(self, sequences: Seq[Sequence]) -> list[Tensor | None]:
-        """The features that the drafter lacks of each sequence, all gathered at once."""
+        """Return the features that the drafter lacks of each sequence, all gathered at once."""
         slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in sequences]
         return list(torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots]))
 
@@ -239,7 +241,7 @@ class DraftManager:
         )
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft, is_valid: bool) -> DraftReply:
-        """is_valid: whether the tree is known to be valid."""
+        """Return a reply. is_valid: whether the tree is known to be valid."""
         if isinstance(draft, DraftTree):
             tree = draft if (is_valid or self._is_valid(draft, context)) and context.budget.wants_tree else None
             return DraftReply(sequence, tree, context.start_position + len(context.tokens), sequence.epoch)

@@ -38,14 +38,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How busy an engine is.
+    """Load of an engine.
 
-    free_kv_tokens: token slots that no running request holds; cached prefixes may fill them, and are evicted when needed.
-    num_kv_tokens: all token slots. cached_kv_tokens: those that the prefix cache owns.
-    queued_kv_tokens: slots that the queued requests need until they end.
-    tree_nodes: most nodes of the trees requested last, the root included; 1 if no trees were requested.
-    max_num_seqs: most sequences in a step. step_seconds: seconds since the present step began; 0 between steps.
-    num_prompt_tokens: prompt tokens of all requests admitted so far. num_cached_tokens: those that were in the prefix cache.
+    Attributes:
+        free_kv_tokens: token slots that no running request holds; cached prefixes may fill them, and are evicted when
+            needed.
+        num_kv_tokens: all token slots.
+        cached_kv_tokens: those that the prefix cache owns.
+        queued_kv_tokens: slots that the queued requests need until they end.
+        tree_nodes: most nodes of the trees requested last, the root included; 1 if no trees were requested.
+        max_num_seqs: most sequences in a step.
+        step_seconds: seconds since the present step began; 0 between steps.
+        num_prompt_tokens: prompt tokens of all requests admitted so far.
+        num_cached_tokens: those that were in the prefix cache.
     """
 
     num_running: int
@@ -65,9 +70,13 @@ class EngineLoad:
 class StepReport:
     """One step in numbers.
 
-    wait: seconds until the drafts were there. verify: seconds from there to the last chunk, 0 without work. num_rows: of the
-    forward pass. began: ids of the requests that left the queue. preempted: of those that went back to it. ended: of those
-    that ended.
+    Attributes:
+        wait: seconds until the drafts were there.
+        verify: seconds from there to the last chunk, 0 without work.
+        num_rows: of the forward pass.
+        began: ids of the requests that left the queue.
+        preempted: of those that went back to it.
+        ended: of those that ended.
     """
 
     wait: float = 0.0
@@ -79,7 +88,15 @@ class StepReport:
 
 
 class Engine:
-    """Requests in, chunks out. Not safe for use from several threads."""
+    """Requests in, chunks out. Not safe for use from several threads.
+
+    Args:
+        max_model_len: most tokens of prompt and output together.
+        budget: sizes of draft trees, always the largest by default.
+        clock: the present time in seconds.
+        cost_clock: what the budget measures costs with, `clock` by default.
+        whitespace_pattern: of JSON, as in StructuredOutputs.
+    """
 
     def __init__(
         self,
@@ -92,9 +109,6 @@ class Engine:
         cost_clock: Callable[[], float] | None = None,
         whitespace_pattern: str = EngineConfig.json_whitespace_pattern,
     ) -> None:
-        """max_model_len: most tokens of prompt and output together. budget: sizes of draft trees, always the largest by
-        default. clock: the present time in seconds. cost_clock: what the budget measures costs with, `clock` by default.
-        whitespace_pattern: of JSON, as in StructuredOutputs."""
         kernels()  # loaded before the first step
         self._clock, self._cost_clock = clock, cost_clock or clock
         self._budget = budget or FixedDraftBudget()
@@ -235,12 +249,14 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Return whether `step` has anything to do."""
         return bool(self._scheduler.sequences)
 
     @property
     def can_overlap(self) -> bool:
-        """Whether the next step waits for a device, not for a draft service; a drafter in this process works first."""
+        """Return whether the next step waits for a device, not for a draft service; a drafter in this
+        process works first.
+        """
         return self.has_work and self._runner.runs_beside_host and not self._draft_manager.is_awaited
 
     @property
@@ -269,7 +285,9 @@ class Engine:
         return self._runner.target.vocab_size
 
     def cached_blocks(self, limit: int) -> list[int]:
-        """Hashes of at most `limit` blocks of the prefix cache, the most useful ones; see eyas.protocol.prefix_hash."""
+        """Return the hashes of at most `limit` blocks of the prefix cache, the most useful ones; see
+        eyas.protocol.prefix_hash.
+        """
         return self._scheduler.cache.cached_blocks(limit)
 
     def check(self) -> None:
@@ -302,7 +320,7 @@ class Engine:
         self._draft_manager.request(ready, budgets, masks, biases)
 
     def _pruned(self, drafts: list[DraftReply]) -> list[DraftReply]:
-        """The replies without the nodes that cost more than they yield.
+        """Return the replies without the nodes that cost more than they yield.
 
         Sampled trees stay whole, because whether a node is verified must not depend on its token. So do trees of a drafter
         that needs the target's samples at all of their nodes.

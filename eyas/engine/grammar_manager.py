@@ -68,7 +68,7 @@ class GrammarManager:
             self.outputs.pop(request_id, None)
 
     def prune(self, replies: Iterable[DraftReply], max_nodes: Mapping[str, int]) -> list[DraftReply]:
-        """Replies with the trees that the grammars leave, with the text that they force put in.
+        """Return replies with the trees that the grammars leave, with the text that they force put in.
 
         max_nodes: by request id, nodes of its largest tree in this step, the root included.
         """
@@ -93,11 +93,11 @@ class GrammarManager:
         return pruned
 
     def _tree_seconds(self, num_trees: int) -> float:
-        """Processor time that each of a step's trees may take."""
+        """Return the processor time that each of a step's trees may take."""
         return min(TREE_SECONDS, TREES_SECONDS * self._num_threads / max(num_trees, 1))
 
     def _collect_drafts(self, calls: Mapping[str, Call[ResultT]]) -> dict[str, ResultT]:
-        """The results of work for drafts, by request id. A late call is the last one of its request."""
+        """Return the results of work for drafts, by request id. A late call is the last one of its request."""
         results = dict[str, ResultT]()
         for request_id, call in calls.items():
             try:
@@ -107,7 +107,7 @@ class GrammarManager:
         return results
 
     def root_masks(self, tokens_of: Mapping[str, Seq[int]]) -> dict[str, bytes]:
-        """By request id, bits of the tokens that may follow the committed ones; only of requests with a grammar.
+        """Return, by request id, bits of the tokens that may follow the committed ones; only of requests with a grammar.
 
         The next step uses them again.
         """
@@ -116,7 +116,7 @@ class GrammarManager:
         return {request_id: root.bits.tobytes() for request_id, root in self._collect(calls, {}).items()}
 
     def path_masks(self, paths: Mapping[str, Seq[Path]]) -> Callable[[], Mapping[str, Seq[TokenBits | None]]]:
-        """Implements PathMasks: sessions beyond what there is time for get none.
+        """Return masks as PathMasks does: sessions beyond what there is time for get none.
 
         Valid between `root_masks` and the next step.
         """
@@ -145,7 +145,9 @@ class GrammarManager:
         return wait
 
     def _collect(self, calls: Mapping[str, Call[ResultT]], errors: dict[str, str]) -> dict[str, ResultT]:
-        """The results by request id; what has none is in `errors`. A late call ends its request in the next masks too."""
+        """Return the results by request id; what has none is in `errors`. A late call ends its request in the next masks
+        too.
+        """
         results = dict[str, ResultT]()
         for request_id, call in calls.items():
             try:
@@ -161,11 +163,16 @@ class GrammarManager:
 class FollowedOutput:
     """The output of one request.
 
-    committed: follows its first `num_tokens` tokens, prompt included. drafted: the same for draft trees, None once they take
-    too much work. ends: tokens that end the output, which the grammar never sees. end_bits: those that may follow where the
-    output may end, last_bits where it must. root: the mask behind the last token, once it is computed. known: masks behind
-    paths below it. seconds: mean time of a mask. failed: why nothing more can be computed, else empty. late_at: when the
-    thread's work on a tree is late.
+    Attributes:
+        committed: follows its first `num_tokens` tokens, prompt included.
+        drafted: the same for draft trees, None once they take too much work.
+        ends: tokens that end the output, which the grammar never sees.
+        end_bits: those that may follow where the output may end, last_bits where it must.
+        root: the mask behind the last token, once it is computed.
+        known: masks behind paths below it.
+        seconds: mean time of a mask.
+        failed: why nothing more can be computed, else empty.
+        late_at: when the thread's work on a tree is late.
     """
 
     committed: Matcher
@@ -202,7 +209,7 @@ class FollowedOutput:
             self.drafted = None
 
     def root_mask(self, tokens: Seq[int]) -> NodeMask:
-        """What may follow the committed tokens."""
+        """Return what may follow the committed tokens."""
         self.follow(tokens)
         root = self.root or self._mask(self.committed)
         if root is None:
@@ -211,7 +218,7 @@ class FollowedOutput:
         return root
 
     def masks(self, tokens: Seq[int], tree: DraftTree, seconds: float) -> TreeMasks:
-        """The mask of every node along its own path. None below an end, and at nodes that the grammar rejects.
+        """Return the mask of every node along its own path. None below an end, and at nodes that the grammar rejects.
 
         seconds: processor time for all but the root's mask.
 
@@ -231,7 +238,8 @@ class FollowedOutput:
         return TreeMasks(masks, frozenset(unvisited))
 
     def path_masks(self, paths: Seq[Path], seconds: float) -> list[TokenBits | None]:
-        """The masks behind paths below the committed tokens; None for those that are rejected, and that come too late.
+        """Return the masks behind paths below the committed tokens; None for those that are rejected, and that come too
+        late.
 
         seconds: processor time for all of them.
         """
@@ -250,7 +258,7 @@ class FollowedOutput:
         return self.known[path].bits if path in self.known else None
 
     def pruned(self, tokens: Seq[int], tree: DraftTree, max_nodes: int, max_depth: int, seconds: float) -> DraftTree:
-        """The tree without what the grammar rejects, with the text that it forces; the given tree if nothing changes.
+        """Return the tree without what the grammar rejects, with the text that it forces; the given tree if nothing changes.
 
         seconds: processor time; what there is no time for is left out.
         """
@@ -278,7 +286,9 @@ class FollowedOutput:
         return time.thread_time() > self.late_at
 
     def _mask(self, matcher: Matcher) -> NodeMask | None:
-        """What may be drawn where a matcher is, None if nothing may. Raises InvalidRequest if that takes too much work."""
+        """Return what may be drawn where a matcher is, None if nothing may. Raises InvalidRequest if that takes too much
+        work.
+        """
         started = time.thread_time()
         bits, is_accepting = matcher.mask(), matcher.is_accepting
         seconds = time.thread_time() - started
@@ -292,7 +302,8 @@ class FollowedOutput:
     ) -> None:
         """Compute the masks of a node's descendants. Children that there is no time for are `unvisited`, dead ends too.
 
-        path, matcher: of the node.
+        Args:
+            path, matcher: of the node.
         """
         for child in tree.families.get(node, ()):
             token = tree.tokens[child]
@@ -309,7 +320,9 @@ class FollowedOutput:
     def _edit(self, edited: _EditedTree, place: int, node: int | None, depth: int, matcher: Matcher) -> None:
         """Add the children of a node of the drafted tree that match, and the token that the grammar forces there.
 
-        place: of the node in the edited tree. node: in the drafted tree, None if it is not there.
+        Args:
+            place: of the node in the edited tree.
+            node: in the drafted tree, None if it is not there.
         """
         if self._is_late:
             return
@@ -324,7 +337,7 @@ class FollowedOutput:
                 self._edit(edited, edited.add(token, place, child), child, depth + 1, behind)
 
     def _pruned_sample(self, tree: DraftTree, sampled: SampledProposal, max_nodes: int) -> DraftTree:
-        """A sampled tree without what stands below rejected nodes, and cut to its size.
+        """Return a sampled tree without what stands below rejected nodes, and cut to its size.
 
         A node keeps all its children or none: to leave out some of them would change the distribution.
         """
@@ -368,11 +381,11 @@ class _EditedTree:
 
     @property
     def has_room(self) -> bool:
-        """Whether forced tokens may be added."""
+        """Return whether forced tokens may be added."""
         return self.num_forced < self.max_nodes - 1
 
     def children(self, node: int | None) -> dict[int, int | None]:
-        """The children of a drafted node by their tokens; of equal ones the first."""
+        """Return the children of a drafted node by their tokens; of equal ones the first."""
         found: dict[int, int | None] = {}
         for child in self.tree.families.get(node, ()) if node is not None else ():
             found.setdefault(self.tree.tokens[child], child)
@@ -388,7 +401,7 @@ class _EditedTree:
         return len(self.tokens) - 1
 
     def best(self) -> DraftTree:
-        """The tree of the best nodes; the drafted one if it is the same."""
+        """Return the tree of the best nodes; the drafted one if it is the same."""
         order = sorted(range(1, len(self.tokens)), key=lambda place: -self.scores[place])
         kept = [0, *sorted(order[: self.max_nodes - 1])]
         whole = DraftTree.of(self.tokens, self.parents, self.scores, self.tree.grown_ahead)

@@ -32,10 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the target, its KV cache and the part of the draft head that runs beside it.
+    """Owner of the target, its KV cache and the part of the draft head that runs beside it.
 
-    backend: how forward passes run; plainly by default. workers: the other ranks that compute.
-    The KV cache has features, or the states that these are made of: then `features` fuses those that a drafter asks for.
+    Args:
+        backend: how forward passes run; plainly by default.
+        workers: the other ranks that compute. The KV cache has features, or the states that these are made of: then
+            `features` fuses those that a drafter asks for.
     """
 
     def __init__(
@@ -92,11 +94,14 @@ class ModelRunner:
 
     @property
     def runs_beside_host(self) -> bool:
-        """Whether `forward` returns while the device still computes."""
+        """Return whether `forward` returns while the device still computes."""
         return self.target.device.type == "cuda" or isinstance(self.backend, EmulatedBackend)
 
     def features(self, slots: Slots) -> Tensor:
-        """Fused features [n, H] of slots; H is 0 without a head. Waits for an emulated device, as their copy would."""
+        """Return fused features [n, H] of slots; H is 0 without a head.
+
+        Waits for an emulated device, as their copy would.
+        """
         if isinstance(self.backend, EmulatedBackend):
             self.backend.device.synchronize()
         features = self.kv_cache.features
@@ -120,7 +125,8 @@ class ModelRunner:
 
 
 def slot_width(fuser: FeatureFuser | None, on_gpu: bool) -> int:
-    """Numbers of a slot beside its KV: of features, or on a CPU of the states that they are made of; 0 without a head.
+    """Return numbers of a slot beside its KV: of features, or on a CPU of the states that they are made of; 0 without a
+    head.
 
     A CPU has memory for states, and less time than a GPU to fuse those that no drafter asks for.
     """

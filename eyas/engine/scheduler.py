@@ -34,7 +34,7 @@ _NUM_ADMISSIONS = 32
 
 
 class Scheduler:
-    """Admits requests in the order of `WaitingQueue`, when there are slots for what they need soon.
+    """Scheduler that admits requests in the order of `WaitingQueue`, when there are slots for what they need soon.
 
     A key is the time of arrival, moved ahead by priority. Among a tenant's requests of equal priority the first comes first,
     and a request that waits long enough is ahead of every newcomer of higher priority.
@@ -46,12 +46,15 @@ class Scheduler:
     running: in the order of their keys. sequences: all of them, by request id. admitted, preempted: ids of requests that
     left the queue, or went back to it, in the latest step. num_prompt_tokens: of all requests admitted so far.
     num_cached_tokens: those of them that were in the prefix cache.
+
+    Args:
+        config: its max_kv_tokens must be set.
+        clock: the present time in seconds.
     """
 
     def __init__(
         self, config: EngineConfig, tree: TreeConfig, eos_ids: frozenset[int], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """config: its max_kv_tokens must be set. clock: the present time in seconds."""
         assert config.max_kv_tokens > 0, "the slots must have been counted"
         self.config = config
         self._tree = tree
@@ -177,9 +180,12 @@ class Scheduler:
     def tree_budget(
         self, sequence: Sequence, nodes: int = 0, depth: int = sys.maxsize, tokens_per_s: float = 0.0
     ) -> TreeBudget:
-        """The largest tree that a sequence can use in the next step, within `nodes` and `depth`; one node inside a prompt.
+        """Return the largest tree that a sequence can use in the next step, within `nodes` and `depth`; one node inside a
+        prompt.
 
-        nodes: at most `max_tree_nodes`; 0 stands for these. tokens_per_s: see TreeBudget.
+        Args:
+            nodes: at most `max_tree_nodes`; 0 stands for these.
+            tokens_per_s: see TreeBudget.
         """
         depth = 0 if sequence.prefilling else min(self._tree.num_steps, sequence.num_remaining - 1, depth)
         nodes = nodes or self.max_tree_nodes
@@ -187,7 +193,7 @@ class Scheduler:
         return TreeBudget(most, depth, tokens_per_s) if depth > 0 and most > 1 else TreeBudget(1, 0)
 
     def tree_budgets(self, sequences: Seq[Sequence], sizes: Mapping[str, TreeSize], tokens_per_s: float) -> list[TreeBudget]:
-        """`tree_budget` of each sequence; sizes: nodes and depth by request id, those of a root for the others.
+        """Return `tree_budget` of each sequence; sizes: nodes and depth by request id, those of a root for the others.
 
         Sequences that ask for nothing special and are far from their end have one budget, so it is made once.
         """
@@ -272,14 +278,14 @@ class Scheduler:
         self.waiting.add(sequence)
 
     def _retry_after(self) -> float:
-        """Mean seconds between the latest admissions, within bounds."""
+        """Return the mean seconds between the latest admissions, within bounds."""
         if not self._admission_times:
             return 1.0
         pace = (self._clock() - self._admission_times[0]) / len(self._admission_times)
         return min(max(pace, MIN_RETRY_S), MAX_RETRY_S)
 
     def _kept_slots(self, rows: Ints | Seq[int]) -> Slots:
-        """The slots of the rows that are kept, among all of the step. All others are freed at once."""
+        """Return the slots of the rows that are kept, among all of the step. All others are freed at once."""
         slots, self._step_slots = self._step_slots, self.cache.no_slots
         rejected = np.ones(len(slots), dtype=np.bool_)
         rejected[rows] = False
@@ -288,7 +294,9 @@ class Scheduler:
         return kept
 
     def _first_values(self, sequence: Sequence) -> tuple[tuple[TokenLogprob, ...], int]:
-        """Share a prompt that is computed. Return the log-probabilities of its tokens, and how many of them were cached."""
+        """Return the share a prompt that is computed. Return the log-probabilities of its tokens, and how many of them were
+        cached.
+        """
         sequence.share(self.cache, self._max_cacheable)
         if sequence.num_emitted:
             return (), 0
@@ -330,7 +338,7 @@ class Scheduler:
 
 
 def slots_needed(sequence: Sequence, nodes: int) -> int:
-    """Slots that a sequence needs soon: for its tokens without KV, and for trees of `nodes`, or some growth.
+    """Return the slots that a sequence needs soon: for its tokens without KV, and for trees of `nodes`, or some growth.
 
     Never more than it needs to its end, so that a sequence alone always fits.
     """
@@ -338,7 +346,7 @@ def slots_needed(sequence: Sequence, nodes: int) -> int:
 
 
 def preemptable(running: Seq[Sequence], sequence: Sequence, served: Mapping[str, int]) -> list[Sequence]:
-    """The running sequences that may be preempted for a waiting one, in the order of their keys.
+    """Return the running sequences that may be preempted for a waiting one, in the order of their keys.
 
     These are less urgent ones that arrived later. If nothing runs of the waiting one's tenant, these are also all but the
     first sequence of every tenant with more service.
@@ -358,7 +366,7 @@ def preemptable(running: Seq[Sequence], sequence: Sequence, served: Mapping[str,
 
 
 def makes_room(running: Seq[Sequence], victims: Seq[Sequence], sequence: Sequence, nodes: int, config: EngineConfig) -> bool:
-    """Whether a waiting sequence is sure to be admitted once all `victims` have left."""
+    """Return whether a waiting sequence is sure to be admitted once all `victims` have left."""
     if len(running) - len(victims) >= min(len(running), config.max_num_seqs):
         return False
     kept = set(running).difference(victims)
@@ -367,7 +375,8 @@ def makes_room(running: Seq[Sequence], victims: Seq[Sequence], sequence: Sequenc
 
 
 def last_in_turn(candidates: Seq[Sequence], running: Seq[Sequence]) -> Sequence:
-    """The sequence to preempt first: of each tenant its last; among them the least urgent, of the tenant that runs most.
+    """Return the sequence to preempt first: of each tenant its last; among them the least urgent, of the tenant that runs
+    most.
 
     candidates: in the order of their keys.
     """
@@ -377,8 +386,9 @@ def last_in_turn(candidates: Seq[Sequence], running: Seq[Sequence]) -> Sequence:
 
 
 def in_turns(running: Seq[Sequence], turns: Mapping[str, int]) -> Seq[Sequence]:
-    """The sequences of several tenants in the order in which they get rows: among equal priorities, tenants take turns with
-    their prompts. turns: number of the last step with prompt rows of each tenant."""
+    """Return the sequences of several tenants in the order in which they get rows: among equal priorities, tenants take
+    turns with their prompts. turns: number of the last step with prompt rows of each tenant.
+    """
     num_prompts: Counter[str] = Counter()
     order = {}
     for sequence in running:

@@ -20,7 +20,9 @@ from eyas.sampling.acceptance import LogitRows, StepOutputs
 class QueueKey:
     """Place in the order of service: the smaller key goes first.
 
-    due: time of arrival in seconds, moved ahead by priority. number: breaks ties in favour of the earlier request.
+    Attributes:
+        due: time of arrival in seconds, moved ahead by priority.
+        number: breaks ties in favour of the earlier request.
     """
 
     due: float
@@ -31,18 +33,19 @@ class QueueKey:
 class Sequence:
     """A request and its state. Only the scheduler changes it.
 
-    key: place among the tenant's requests; it changes only when the request is admitted before more urgent ones.
-    tokens: the prompt and all emitted tokens. The first `computed` of them have KV and features.
-    slots: of the computed tokens, in order; behind them is room for the slots of all tokens that may follow.
-    table: names the slot table that `slots` are: while it is the same, slots are added, and none changes.
-    end_ids: tokens that end its output, known once it has some.
-    prefix: the first of its slots, which the prefix cache owns; None while the sequence waits.
-    prefilling: whether more than the last token lacks KV.
-    cacheable: tokens that a cached prefix may cover: all but the last, whose logits are needed.
-    num_cached: prompt tokens that the first admission found in the cache; None before it.
-    drafted: committed length that the drafter is believed to have, in drafting epoch `epoch`.
-    samples: the target's samples at the nodes of its last tree, if the drafter needs them.
-    prompt_logprobs: of the prompt tokens computed so far from the second on, where the request asks for them.
+    Attributes:
+        key: place among the tenant's requests; it changes only when the request is admitted before more urgent ones.
+        tokens: the prompt and all emitted tokens. The first `computed` of them have KV and features.
+        slots: of the computed tokens, in order; behind them is room for the slots of all tokens that may follow.
+        table: names the slot table that `slots` are: while it is the same, slots are added, and none changes.
+        end_ids: tokens that end its output, known once it has some.
+        prefix: the first of its slots, which the prefix cache owns; None while the sequence waits.
+        prefilling: whether more than the last token lacks KV.
+        cacheable: tokens that a cached prefix may cover: all but the last, whose logits are needed.
+        num_cached: prompt tokens that the first admission found in the cache; None before it.
+        drafted: committed length that the drafter is believed to have, in drafting epoch `epoch`.
+        samples: the target's samples at the nodes of its last tree, if the drafter needs them.
+        prompt_logprobs: of the prompt tokens computed so far from the second on, where the request asks for them.
     """
 
     request: Request
@@ -107,7 +110,12 @@ class Sequence:
 @dataclass(eq=False)
 class ScheduledSequence:
     """One sequence's rows in a step: prompt tokens from position `first` on, or the nodes of a draft tree whose root is the
-    token at `first`. slots: one per row. tree: None for prompt tokens. It does not change."""
+    token at `first`.
+
+    Attributes:
+        slots: one per row.
+        tree: None for prompt tokens. It does not change.
+    """
 
     sequence: Sequence
     slots: Slots
@@ -133,10 +141,12 @@ class ScheduledSequence:
 
 
 class DraftReply(NamedTuple):
-    """What became of a sequence's draft request. tree: None without a usable answer.
+    """Outcome of a sequence's draft request.
 
-    drafted, epoch: the committed length that the drafter has now, and the epoch in which it goes on. is_edited: whether the
-    tree is another one than the drafter's, which cannot use the target's samples then.
+    Attributes:
+        tree: None without a usable answer.
+        drafted, epoch: the committed length that the drafter has now, and the epoch in which it goes on.
+        is_edited: whether the tree is another one than the drafter's, which cannot use the target's samples then.
     """
 
     sequence: Sequence
@@ -162,7 +172,7 @@ def kept_rows(batch: SequenceOf[ScheduledSequence], outputs: StepOutputs) -> tup
 
 
 class Emitted(NamedTuple):
-    """What a step adds to a request.
+    """Tokens that a step adds to a request.
 
     Attributes:
         number: of the request in the step.
@@ -210,6 +220,11 @@ class Chunks(SequenceOf[Chunk]):
     """The chunks of a step, made when the first of them is read. So the next pass need not wait for that.
 
     ended: ids of the requests that end with them.
+
+    Args:
+        last: final chunks of requests that are cancelled or fail.
+        emissions: makes the chunks of others.
+        finished: ids of those that end with it.
     """
 
     def __init__(
@@ -218,8 +233,6 @@ class Chunks(SequenceOf[Chunk]):
         emissions: Callable[[], SequenceOf[Chunk]] = tuple,
         finished: SequenceOf[str] = (),
     ) -> None:
-        """last: final chunks of requests that are cancelled or fail. emissions: makes the chunks of others. finished: ids of
-        those that end with it."""
         self.last, self.emissions, self.finished = last, emissions, finished
         self.ended = [*(chunk.request_id for chunk in last), *finished]
 

@@ -46,7 +46,7 @@ class Segment(NamedTuple):
     table: TableId | None = None
 
     def part(self, start: int, end: int) -> Segment:
-        """Rows `start` to `end` of a causal segment; the rows before them join the prefix."""
+        """Return rows `start` to `end` of a causal segment; the rows before them join the prefix."""
         assert self.visible is None, "only causal segments can be cut"
         inside = (self.logits_indices >= start) & (self.logits_indices < end)
         return Segment(
@@ -61,10 +61,12 @@ class Segment(NamedTuple):
 
 
 class SegmentRows(NamedTuple):
-    """What all segments of a pass hold, one segment after the other.
+    """Rows of all segments of a pass, one segment after the other.
 
-    tokens, positions, slots: of the rows, [R]. logits_indices: packed rows whose logits are computed. counts: rows of each
-    segment, [B].
+    Attributes:
+        tokens, positions, slots: of the rows, [R].
+        logits_indices: packed rows whose logits are computed.
+        counts: rows of each segment, [B].
     """
 
     tokens: Ints
@@ -75,7 +77,7 @@ class SegmentRows(NamedTuple):
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> SegmentRows:
-        """The rows of at least one segment."""
+        """Return the rows of at least one segment."""
         if isinstance(segments, TreeSegments):
             return segments.rows
         counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
@@ -92,6 +94,9 @@ class TreeSegments(Sequence[Segment]):
     """Segments that are trees, kept as the rows of all of them. Each segment is made on first use.
 
     rows: of all segments. prefixes, noise_keys, tables: of each. trees: what they are.
+
+    Args:
+        positions, slots: of all rows, [R]. The others are as in Segment, [B].
     """
 
     def __init__(
@@ -103,7 +108,6 @@ class TreeSegments(Sequence[Segment]):
         noise_keys: Sequence[NoiseKey | None],
         tables: Sequence[TableId | None],
     ) -> None:
-        """positions, slots: of all rows, [R]. The others are as in Segment, [B]."""
         self.rows = SegmentRows(trees.trees.tokens, positions, slots, np.arange(len(slots)), trees.trees.counts)
         self.prefixes, self.noise_keys, self.tables = prefixes, noise_keys, tables
         self.trees = trees
@@ -127,37 +131,40 @@ class TreeSegments(Sequence[Segment]):
 
 
 def count_logits(segments: Sequence[Segment]) -> int:
-    """Rows whose logits are asked for."""
+    """Return rows whose logits are asked for."""
     return count_rows(segments) if isinstance(segments, TreeSegments) else sum(len(s.logits_indices) for s in segments)
 
 
 def count_rows(segments: Sequence[Segment]) -> int:
-    """Rows of all segments."""
+    """Return the rows of all segments."""
     return len(segments.rows.slots) if isinstance(segments, TreeSegments) else sum(len(s.tokens) for s in segments)
 
 
 def prefixes_of(segments: Sequence[Segment]) -> Sequence[Ints]:
-    """The prefix of each segment."""
+    """Return the prefix of each segment."""
     return segments.prefixes if isinstance(segments, TreeSegments) else [segment.prefix for segment in segments]
 
 
 def tables_of(segments: Sequence[Segment]) -> Sequence[TableId | None]:
-    """The slot table of each segment."""
+    """Return the slot table of each segment."""
     return segments.tables if isinstance(segments, TreeSegments) else [segment.table for segment in segments]
 
 
 def noise_keys_of(segments: Sequence[Segment]) -> Sequence[NoiseKey | None]:
-    """The noise key of each segment."""
+    """Return the noise key of each segment."""
     return segments.noise_keys if isinstance(segments, TreeSegments) else [segment.noise_key for segment in segments]
 
 
 @dataclass
 class PackedInputs:
-    """The rows of all segments, one segment after the other, [R]; logits_indices: packed rows whose logits are computed.
+    """The rows of all segments, one segment after the other, [R];
 
-    groups: what the plain attention reads. metadata: what the attention kernel reads instead of groups; rows
-    and logits_indices may then be padded at the end. attend: replaces `attention.attend`. segments: what was packed, for
-    kernels of the CPU.
+    Attributes:
+        logits_indices: packed rows whose logits are computed.
+        groups: what the plain attention reads.
+        metadata: what the attention kernel reads instead of groups; rows and logits_indices may then be padded at the end.
+        attend: replaces `attention.attend`.
+        segments: what was packed, for kernels of the CPU.
     """
 
     tokens: Tensor
@@ -176,7 +183,8 @@ class PackedInputs:
         return self.metadata.num_logits if self.metadata else len(self.logits_indices)
 
     def bias(self, index: int, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor | None:
-        """Additive mask of a group [B, 1, heads_per_kv * Q, K]: 0 where a cell sees a key, else -inf. None if all see all.
+        """Return the additive mask of a group [B, 1, heads_per_kv * Q, K]: 0 where a cell sees a key, else -inf. None if all
+        see all.
 
         window: of sliding-window attention, in tokens. All layers share the result.
         """
@@ -222,12 +230,15 @@ class PaddedGroup:
     A cell is a place in that shape; cells behind the last row of a segment are padding.
     covers_pass: whether the cells are all packed rows, in their order. unmasked: whether every cell sees every key.
     slot_range: first slot and last slot + 1 if one sequence's keys lie in consecutive slots, so that none is gathered.
+
+    Args:
+        starts: packed row at which each segment begins.
+        is_only: whether the pass has no other group.
     """
 
     slot_range: tuple[int, int] | None = None
 
     def __init__(self, segments: Sequence[Segment], starts: Ints, is_only: bool, device: torch.device) -> None:
-        """starts: packed row at which each segment begins. is_only: whether the pass has no other group."""
         self._segments = segments
         self._starts = starts
         self._device = device
@@ -277,7 +288,7 @@ class PaddedGroup:
 
     @cached_property
     def mask(self) -> Tensor:
-        """Whether each cell sees each key [B, Q, K]. Example: a prefix of 2 and a tree of a root with two children:
+        """Return whether each cell sees each key [B, Q, K]. Example: a prefix of 2 and a tree of a root with two children:
 
         1 1 | 1 0 0
         1 1 | 1 1 0
@@ -309,12 +320,15 @@ class PaddedGroup:
 class MetadataShape:
     """Sizes of a pass over AttentionMetadata, padding included; a captured graph fixes them.
 
-    rows, logits: packed rows, and rows whose logits are computed. tiles: runs of at most `tile_rows` rows of one segment.
-    splits: parts into which the keys of a tile are cut at most. even_splits: parts of a tile with few keys.
-    fixed_part: keys of a part, if parts begin at fixed positions so that results do not depend on the batch; else 0. Then
-    `tiles` counts a tile once for each part, and part_rows is the number of rows of their results.
-    shared_tiles: of `tiles`, those over a prefix that several segments share; rows then have twice the results.
-    product_rows: the most rows of query heads that a program of the kernel multiplies.
+    Attributes:
+        rows, logits: packed rows, and rows whose logits are computed.
+        tiles: runs of at most `tile_rows` rows of one segment.
+        splits: parts into which the keys of a tile are cut at most.
+        even_splits: parts of a tile with few keys.
+        fixed_part: keys of a part, if parts begin at fixed positions so that results do not depend on the batch; else 0.
+            Then `tiles` counts a tile once for each part, and part_rows is the number of rows of their results.
+        shared_tiles: of `tiles`, those over a prefix that several segments share; rows then have twice the results.
+        product_rows: the most rows of query heads that a program of the kernel multiplies.
     """
 
     rows: int
@@ -336,12 +350,16 @@ class MetadataShape:
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """What the attention kernel reads, in the layout of eyas.models.backends.attention_metadata. All int32.
+    """Arrays that the attention kernel reads, in the layout of eyas.models.backends.attention_metadata. All int32.
 
     A row sees the slots of its prefix, which are in `words`, and of its segment's own keys those that `masks` allows. Masks
     lie in the words of the pass, and `words` is the same tensor unless a SlotMemory keeps the prefixes.
-    tiles: [tiles, 10], or [tiles, 12] with parts at fixed positions. positions: [rows]. slots, key_positions: of own keys.
-    num_logits: rows whose logits are asked for, the first of those computed.
+
+    Attributes:
+        tiles: [tiles, 10], or [tiles, 12] with parts at fixed positions.
+        positions: [rows].
+        slots, key_positions: of own keys.
+        num_logits: rows whose logits are asked for, the first of those computed.
     """
 
     shape: MetadataShape
@@ -355,14 +373,16 @@ class AttentionMetadata:
 
 
 class TreePaths(NamedTuple):
-    """Own keys of each row of the trees of a pass, by depth. depths: keys of a row in each segment, 0 if causal [B]."""
+    """Paths: the own keys of each row of the trees of a pass, by depth. depths: keys of a row in each segment, 0 if causal
+    [B].
+    """
 
     words: Int32s
     depths: Ints
 
 
 def tree_paths(segments: Sequence[Segment]) -> TreePaths:
-    """The paths of all segments, as parts at fixed positions need them."""
+    """Return the paths of all segments, as parts at fixed positions need them."""
     if isinstance(segments, TreeSegments):
         return _packed_paths(segments.trees)
     found = [_path_words(segment) for segment in segments]
@@ -373,7 +393,7 @@ def tree_paths(segments: Sequence[Segment]) -> TreePaths:
 
 
 def _packed_paths(trees: PackedTrees) -> TreePaths:
-    """`_path_words` of each tree: in each turn all rows go one node up."""
+    """Find `_path_words` of each tree: in each turn all rows go one node up."""
     # Example: trees of the shapes root - a - b and root - {a, b}, rows 0 1 2 | 3 4 5. The first is causal, so it needs no
     # path; the second has the paths [0 .], [0 1], [0 2], each own key at its depth.
     rows, firsts = np.arange(len(trees.roots)), trees.trees.firsts
@@ -391,7 +411,7 @@ def _packed_paths(trees: PackedTrees) -> TreePaths:
 
 
 def _path_words(segment: Segment) -> Int32s:
-    """Own keys of each row of a tree by depth [n, depths]; nothing for causal rows [n, 0]."""
+    """Return the own keys of each row of a tree by depth [n, depths]; nothing for causal rows [n, 0]."""
     depths = segment.positions - len(segment.prefix)
     if segment.visible is None or not (segment.visible != np.tri(len(depths), dtype=np.bool_)).any():
         return np.zeros((len(depths), 0), dtype=np.int32)

@@ -18,7 +18,7 @@ RefusalReason = Literal["overloaded", "too_many_sessions", "context_too_long"]
 
 @dataclass(frozen=True)
 class NoiseKey:
-    """What a draw depends on besides the logits and the position. A drafter that has it can predict the draw."""
+    """Inputs of a draw besides the logits and the position. A drafter that has it can predict the draw."""
 
     seed: int
     temperature: float = 0.0
@@ -46,7 +46,7 @@ class TreeBudget(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownLogitBias:
-    """What the target will add to the logit of a token at the next `num_levels` positions; minus infinity bans it."""
+    """Bias that the target will add to the logit of a token at the next `num_levels` positions; minus infinity bans it."""
 
     token: int
     bias: float

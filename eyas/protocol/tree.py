@@ -60,7 +60,7 @@ class DraftProbs:
 
 @dataclass(frozen=True)
 class SampledProposal:
-    """How the nodes of a sampled tree were drawn.
+    """Proposal from which the nodes of a sampled tree were drawn.
 
     Siblings are in the order in which they were drawn, and no node was added, left out or moved because of its token.
 
@@ -200,10 +200,13 @@ class DraftTree:
     """A view of one of several trees, for what looks at single trees: grammars, penalties, JSON, errors and tests.
 
     Its nodes lie in the arrays of `trees`; see there for what they are. Tuples of them are made on first use.
+
+    Args:
+        number: of the tree among `trees`.
+        num_nodes: the root included.
     """
 
     def __init__(self, trees: DraftTrees, number: int, num_nodes: int) -> None:
-        """number: of the tree among `trees`. num_nodes: the root included."""
         self.trees = trees
         self.number = number
         self.num_nodes = num_nodes

@@ -1,4 +1,4 @@
-"""Which drafted tokens are accepted: the rule `match`, and the walk down a tree that both rules share.
+"""Acceptance of drafted tokens: the rule `match`, and the walk down a tree that both rules share.
 
 `match` samples the target once at every node and walks down while the sampled token was drafted:
 
@@ -42,12 +42,14 @@ if TYPE_CHECKING:
 
 
 class LogitRows(NamedTuple):
-    """The rows of one request in a step's logits: those that `prompt_logprobs` asks for, then one for each node of the tree.
+    """The rows of one request in a step's logits: those that `prompt_logprobs` asks for, then one for each node of the
+    tree.
 
-    tokens: committed tokens, prompt and output so far.
-    tree: nodes at which a token is drawn; a lone root at the end of a prompt, None inside a prompt.
-    positions: absolute position of the token that is drawn at each node.
-    prompt_tokens: prompt tokens whose log-probabilities are asked for, each predicted by one row.
+    Attributes:
+        tokens: committed tokens, prompt and output so far.
+        tree: nodes at which a token is drawn; a lone root at the end of a prompt, None inside a prompt.
+        positions: absolute position of the token that is drawn at each node.
+        prompt_tokens: prompt tokens whose log-probabilities are asked for, each predicted by one row.
     """
 
     request: Request
@@ -59,10 +61,12 @@ class LogitRows(NamedTuple):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a forward pass gives `verify`.
+    """Output of a forward pass for `verify`.
 
-    logits: float32 [R, V] of the segments for which rank 0 draws. tokens: int64 [D], drawn by all ranks at the rows of the
-    other segments. is_drawn: which these are; empty for none.
+    Attributes:
+        logits: float32 [R, V] of the segments for which rank 0 draws.
+        tokens: int64 [D], drawn by all ranks at the rows of the other segments.
+        is_drawn: which these are; empty for none.
     """
 
     logits: Tensor
@@ -71,18 +75,26 @@ class StepOutput:
 
 
 class Accepted(NamedTuple):
-    """path: nodes whose KV stays, the root first. tokens: the accepted drafted tokens, then the bonus token."""
+    """Accepted part of a tree.
+
+    Attributes:
+        path: nodes whose KV stays, the root first.
+        tokens: the accepted drafted tokens, then the bonus token.
+    """
 
     path: tuple[int, ...]
     tokens: tuple[int, ...]
 
 
 class VerifyOutput(NamedTuple):
-    """What a step gives one request.
+    """Output of a step for one request.
 
-    accepted: None inside a prompt. samples: the target's sample at every node of the tree. logprobs: of each accepted
-    token, prompt_logprobs: of the rows' prompt tokens, where asked for. error: why the request cannot go on, else empty.
-    is_invalid: whether no other engine could go on with it either.
+    Attributes:
+        accepted: None inside a prompt.
+        samples: the target's sample at every node of the tree.
+        logprobs: of each accepted token, prompt_logprobs: of the rows' prompt tokens, where asked for.
+        error: why the request cannot go on, else empty.
+        is_invalid: whether no other engine could go on with it either.
     """
 
     accepted: Accepted | None
@@ -114,7 +126,7 @@ class DrawnRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepOutputs(Sequence[VerifyOutput]):
-    """What a step gives its B requests, as arrays. An item is the values of one request.
+    """Results of a step for its B requests, as arrays. An item is the values of one request.
 
     Attributes:
         nodes: accepted nodes of each tree, its root first, one request after the other, int64 [A].
@@ -159,9 +171,12 @@ class StepOutputs(Sequence[VerifyOutput]):
 
     @classmethod
     def accepted(cls, rows: DrawnRows, samples: Ints, names: Ints, wanted: Ints, emitted: Ints) -> StepOutputs:
-        """Walk down the trees of a step that has some. names, wanted: see `accepted_rows`; the others are of all nodes [N].
+        """Walk down the trees of a step that has some.
 
-        samples: drawn from the target. emitted: after each node if it is accepted.
+        Args:
+            names, wanted: see `accepted_rows`; the others are of all nodes [N].
+            samples: drawn from the target.
+            emitted: after each node if it is accepted.
         """
         trees, places = rows.trees, rows.places
         assert trees is not None, "no request draws"

@@ -1,5 +1,5 @@
-"""What requests ask of their logits before the draw: masks of grammars, biases, penalties, bans, the end of a reasoning that
-has used up its budget, in that order.
+"""Rules that requests apply to their logits before the draw: masks of grammars, biases, penalties, bans, the end of a
+reasoning that has used up its budget, in that order.
 
 Masks are packed bits, computed on the host; the device unpacks them. They are the first thing that happens to the logits, so
 that log-probabilities are those of the masked distribution, as in vLLM.
@@ -38,13 +38,15 @@ ALL_LEVELS = 2**31 - 1
 
 @dataclass(frozen=True)
 class NodeMask:
-    """What may be drawn at a node: bits of tokens [B]. must_end: whether these are only tokens that end the output."""
+    """Tokens that may be drawn at a node: bits of tokens [B]. must_end: whether these are only tokens
+    that end the output.
+    """
 
     bits: TokenBits
     must_end: bool = False
 
     def allows(self, token: int) -> bool:
-        """Whether the token may be drawn; one beyond the vocabulary stands for no token at all."""
+        """Return whether the token may be drawn; one beyond the vocabulary stands for no token at all."""
         return token >> 3 < len(self.bits) and bool(self.bits[token >> 3] >> (token & 7) & 1)
 
 
@@ -52,8 +54,9 @@ class NodeMask:
 class TreeMasks:
     """The masks of one tree.
 
-    nodes: of each node, None where nothing is masked. unvisited: nodes that there was no time for; they are not accepted,
-    nor what stands below them.
+    Attributes:
+        nodes: of each node, None where nothing is masked.
+        unvisited: nodes that there was no time for; they are not accepted, nor what stands below them.
     """
 
     nodes: Seq[NodeMask | None]
@@ -62,13 +65,18 @@ class TreeMasks:
 
 @dataclass(frozen=True)
 class TokenMasks:
-    """The masks of a step. trees: by request id. errors: by request id, why a request has no masks."""
+    """The masks of a step.
+
+    Attributes:
+        trees: by request id.
+        errors: by request id, why a request has no masks.
+    """
 
     trees: Mapping[str, TreeMasks] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
 
     def applied(self, logits: Tensor, batch: Seq[LogitRows]) -> Tensor:
-        """All logits of the step [R, V] with minus infinity for tokens that may not be drawn; the given ones stay."""
+        """Return all logits of the step [R, V] with minus infinity for tokens that may not be drawn; the given ones stay."""
         rows, masks, start = list[int](), list[TokenBits](), 0
         for request_rows in batch:
             start += len(request_rows.prompt_tokens)
@@ -85,7 +93,7 @@ class TokenMasks:
         return logits.index_copy(0, index, logits[index].masked_fill(~allowed, -torch.inf))
 
     def must_end(self, request_id: str) -> Bools | None:
-        """For each node of a request's tree, whether only the end may follow; None if nothing is masked."""
+        """Return, for each node of a request's tree, whether only the end may follow; None if nothing is masked."""
         tree = self.trees.get(request_id)
         return None if tree is None else np.array([mask is not None and mask.must_end for mask in tree.nodes])
 
@@ -97,7 +105,8 @@ class TokenMasks:
         return next((place for place, node in enumerate(accepted.path) if node in tree.unvisited), None)
 
     def error(self, request_id: str, accepted: Accepted | None) -> str:
-        """Why a request cannot go on: it has no masks, or draws what they do not allow, as nothing else is left. Else empty.
+        """Return why a request cannot go on: it has no masks, or draws what they do not allow, as nothing else is left. Else
+        empty.
 
         Below a token that ends the output nothing is masked, and what is drawn does not count.
         """
@@ -113,23 +122,26 @@ class TokenMasks:
 
 
 def unpacked(bits: Tensor, vocab_size: int) -> Tensor:
-    """Bits of masks uint8 [M, B] as bool [M, V]."""
+    """Return the bits of masks uint8 [M, B] as bool [M, V]."""
     shifts = torch.arange(8, device=bits.device, dtype=torch.uint8)
     flags = (bits[:, :, None] >> shifts & 1).flatten(1)
     return flags[:, :vocab_size].bool()
 
 
 class LogitRules:
-    """Applies what running requests ask of their logits, and counts tokens where a penalty needs it. A request that asks for
-    nothing costs nothing."""
+    """Rules of running requests for their logits. They count tokens where a penalty needs it. A request that asks for
+    nothing costs nothing.
+
+    Args:
+        eos_ids: the model's end-of-sequence tokens.
+    """
 
     def __init__(self, eos_ids: frozenset[int]) -> None:
-        """eos_ids: the model's end-of-sequence tokens."""
         self._eos_ids = eos_ids
         self._rules: dict[str, _RequestRules | None] = {}  # None for requests that ask for nothing
 
     def applied(self, logits: Tensor, batch: Seq[LogitRows], masks: TokenMasks | None = None) -> Tensor:
-        """The logits to draw from, float32 [N, V]; the given ones, of the drawn rows, stay as they are.
+        """Return the logits to draw from, float32 [N, V]; the given ones, of the drawn rows, stay as they are.
 
         masks: have been applied already. Where they leave only the end of the output, min_tokens does not ban it.
         """
@@ -148,7 +160,7 @@ class LogitRules:
         return logits
 
     def known_biases(self, request: Request, tokens: Seq[int]) -> tuple[KnownLogitBias, ...]:
-        """What is known now of the logits behind the committed `tokens`, for a drafter.
+        """Return what is known now of the logits behind the committed `tokens`, for a drafter.
 
         Biases, bad words of one token, and the end of the output while it is too short; of longer bad words those that the
         next token would complete. Penalties are left out: they depend on the path.
@@ -197,7 +209,7 @@ class LogitRules:
 
 @dataclass(frozen=True)
 class _RequestRules:
-    """What one request asks of its logits, prepared once. end_ids: tokens that are banned while the output is too short."""
+    """Rules of one request for its logits, prepared once. end_ids: tokens that are banned while the output is too short."""
 
     bias_ids: Ints
     biases: Tensor
@@ -211,7 +223,9 @@ class _RequestRules:
 class _Part:
     """The drawn rows of a request with rules, from row `start` of the step.
 
-    positions: of the tokens drawn there, [n]. must_end: rows where only the end of the output is left [n]; None for none.
+    Attributes:
+        positions: of the tokens drawn there, [n].
+        must_end: rows where only the end of the output is left [n]; None for none.
     """
 
     request: Request
@@ -241,8 +255,9 @@ def _penalise(logits: Tensor, part: _Part) -> None:
 
 
 def _banned(part: _Part) -> Iterator[Ints]:
-    """Tokens that would end the output before min_tokens, and those that would complete a bad word: their rows and ids,
-    [2, m]."""
+    """Yield the tokens that would end the output before min_tokens, and those that would complete a bad word: their rows and
+    ids, [2, m].
+    """
     is_short = part.positions - len(part.request.prompt_ids) < part.request.sampling.min_tokens
     if part.must_end is not None:
         is_short &= ~part.must_end
@@ -267,15 +282,16 @@ def _end_reasoning(logits: Tensor, masked: Tensor, part: _Part) -> None:
 
 
 def _cells(rows: Ints, ids: Ints) -> Ints:
-    """Each of the ids in each of the rows, [2, m]."""
+    """Return each of the ids in each of the rows, [2, m]."""
     return np.stack([np.repeat(rows, len(ids)), np.tile(ids, len(rows))])
 
 
 def penalised(logits: Tensor, output: Tensor, prompted: Tensor, sampling: SamplingParams) -> Tensor:
-    """Logits [N, D] after repetition (Keskar et al. 2019, section 4.1), then frequency and presence penalty.
+    """Return logits [N, D] after repetition (Keskar et al. 2019, section 4.1), then frequency and presence penalty.
 
-    output: how often the token is in the row's output so far, float32 [N, D]; prompted: whether it is in the prompt, [D].
-    Repetition looks at both, the other two at the output alone.
+    Args:
+        output: how often the token is in the row's output so far, float32 [N, D].
+        prompted: whether it is in the prompt, [D]. Repetition looks at both, the other two at the output alone.
     """
     emitted = output > 0
     weakened = (logits / sampling.repetition_penalty).where(logits > 0, logits * sampling.repetition_penalty)
@@ -288,7 +304,7 @@ NOTHING = -1
 
 
 class TokenCounts:
-    """How often each token occurs in a sequence. Committed tokens are counted once, as they come.
+    """Counts of each token in a sequence. Committed tokens are counted once, as they come.
 
     num_prompt: length of the prompt. prompted: whether the prompt holds each token [V].
     """
@@ -323,7 +339,7 @@ class TokenCounts:
 
 
 def _tails(committed: Seq[int], tree: DraftTree, length: int) -> Ints:
-    """The last `length` tokens of each node's history, the latest first; NOTHING before the first token. [n, L]."""
+    """Return the last `length` tokens of each node's history, the latest first; NOTHING before the first token. [n, L]."""
     committed = list(committed[-length:])
     tokens = np.array([NOTHING] * length + committed + list(tree.tokens[1:]), dtype=np.int64)
     root = length + len(committed) - 1
@@ -339,8 +355,13 @@ def _tails(committed: Seq[int], tree: DraftTree, length: int) -> Ints:
 
 @dataclass(frozen=True)
 class BadWords:
-    """Sequences that must not be completed. heads: all but the last token of each, the latest first [W, L];
-    free: where a head is shorter and any token fits [W, L]; lasts: the last tokens [W]."""
+    """Sequences that must not be completed.
+
+    Attributes:
+        heads: all but the last token of each, the latest first [W, L].
+        free: where a head is shorter and any token fits [W, L].
+        lasts: the last tokens [W].
+    """
 
     heads: Ints
     free: Bools
@@ -355,7 +376,7 @@ class BadWords:
         return cls(heads, heads == NOTHING, np.array([word[-1] for word in words], dtype=np.int64))
 
     def completed(self, committed: Seq[int], tree: DraftTree) -> tuple[Ints, Ints]:
-        """The tokens that would complete a bad word at a node: nodes and tokens, [m] each."""
+        """Return the tokens that would complete a bad word at a node: nodes and tokens, [m] each."""
         histories = _tails(committed, tree, self.heads.shape[1])
         met = ((histories[:, None] == self.heads) | self.free).all(-1)
         nodes, words = np.nonzero(met)

@@ -78,7 +78,7 @@ def read_logprobs(
 
 
 def drawn_rows(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
-    """The rows of a step's logits [R, V] at which a token is drawn [N, V]: all but those of prompt tokens."""
+    """Return the rows of a step's logits [R, V] at which a token is drawn [N, V]: all but those of prompt tokens."""
     asking = [rows for rows in batch if rows.prompt_tokens]
     if not asking:
         return logits
@@ -90,16 +90,16 @@ def drawn_rows(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
 def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: SiblingVerdicts) -> tuple[Tensor, Tensor]:
     """Walk at least one tree on the device as `eyas.sampling.packed_trees.accepted_rows` does on the host.
 
-    trees: by the drawn row of the root. Log-probabilities of a path must be computed before its tokens reach the host,
-    because a step waits for the device only once.
-
     Returns the drawn row of each accepted node of a tree, the last one repeated, and what is emitted after it; both int64
     [T, L].
 
-    Every node gets a pointer to the first of its children that passed, or to itself; L - 1 steps along the pointers walk all
-    trees at once. Does not wait for the device.
+    Every node gets a pointer to the first of its children that passed, or to itself; L - 1 steps along the pointers walk
+    all trees at once. Does not wait for the device.
 
-    samples: the target's samples, int64 [N].
+    Args:
+        trees: by the drawn row of the root. Log-probabilities of a path must be computed before its tokens reach the host,
+            because a step waits for the device only once.
+        samples: the target's samples, int64 [N].
     """
     size, width, device = len(samples), verdicts.cells.shape[1], samples.device
     # `values` holds the samples, then the verdicts. By row: where the verdicts on its children begin, and its bonus.
@@ -124,7 +124,8 @@ def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: Si
 
 
 def _nodes(tree: DraftTree, start: int, first_verdict: Mapping[int, int]) -> Ints:
-    """For each drafted node: its row, its parent's row, the value that decides on it, and that value if it passes [4, n].
+    """Return, for each drafted node, its row, its parent's row, the value that decides on it, and that value if it passes
+    [4, n].
 
     A node's verdict decides on it, or its parent's sample if the tree has no verdicts.
     """
@@ -138,7 +139,7 @@ def _nodes(tree: DraftTree, start: int, first_verdict: Mapping[int, int]) -> Int
 
 
 def _with_starts(batch: Seq[LogitRows]) -> Iterator[tuple[LogitRows, int]]:
-    """Each request's rows with the first of them in the step's logits."""
+    """Yield each request's rows with the first of them in the step's logits."""
     start = 0
     for rows in batch:
         yield rows, start
@@ -146,12 +147,12 @@ def _with_starts(batch: Seq[LogitRows]) -> Iterator[tuple[LogitRows, int]]:
 
 
 def _prompt_rows(rows: LogitRows, start: int) -> Ints:
-    """Rows of the logits and the prompt tokens that they predict, [2, A]."""
+    """Return the rows of the logits and the prompt tokens that they predict, [2, A]."""
     return np.stack([np.arange(start, start + len(rows.prompt_tokens)), np.array(rows.prompt_tokens, dtype=np.int64)])
 
 
 def _path_rows(batch: Seq[LogitRows], samples: Tensor, verdicts: SiblingVerdicts) -> Tensor:
-    """Rows of the logits and the tokens drawn there, along the accepted path of each request that asked, [2, A]."""
+    """Return rows of the logits and the tokens drawn there, along the accepted path of each request that asked, [2, A]."""
     trees: dict[int, DraftTree] = {}
     num_prompt_rows: list[int] = []
     drawn = 0
@@ -177,7 +178,7 @@ def _num_prompt_top(rows: LogitRows) -> int:
 
 
 def _entry(token: int, line: Seq[float], num_top: int) -> TokenLogprob:
-    """A line of `compute_logprobs`, cut to as many likeliest tokens as the request asked for."""
+    """Return a line of `compute_logprobs`, cut to as many likeliest tokens as the request asked for."""
     k = len(line) // 2
     top = [logprob for logprob in line[1 : 1 + num_top] if logprob > -math.inf]
     return TokenLogprob(token, line[0], tuple(map(int, line[1 + k : 1 + k + len(top)])), tuple(top))

@@ -20,7 +20,7 @@ TreeWords = npt.NDArray[np.uint64]
 
 @cache
 def kernels() -> Any:
-    """The compiled kernels, which are loaded once; None where there is no numba."""
+    """Return the compiled kernels, which are loaded once; None where there is no numba."""
     if not has_numba():
         return None
     from eyas.kernels.cpu import sampling as cpu_kernels
@@ -53,7 +53,7 @@ class PackedTrees(NamedTuple):
 
 
 class TreeLimits(NamedTuple):
-    """What `DraftTree.validate` takes, of several trees: each list has an entry for each tree."""
+    """Limits of several trees, as `DraftTree.validate` takes them: each list has an entry for each tree."""
 
     roots: Sequence[int]
     max_nodes: Sequence[int]
@@ -68,7 +68,7 @@ def pack_trees(trees: Sequence[DraftTree]) -> PackedTrees:
 
 
 def are_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> bool:
-    """Whether trees that may come from an untrusted drafter are deterministic and valid.
+    """Return whether trees that may come from an untrusted drafter are deterministic and valid.
 
     `DraftTree.validate` is the plain way, which also says what is wrong.
     """
@@ -100,7 +100,7 @@ def accepted_rows(trees: PackedTrees, names: Ints, wanted: Ints) -> tuple[Ints, 
 
 
 def ranges(firsts: Ints, counts: Ints) -> Ints:
-    """`counts` consecutive numbers from each of `firsts`, one range after the other."""
+    """Return `counts` consecutive numbers from each of `firsts`, one range after the other."""
     found: Ints = (kernels() or PlainKernels).ranges(firsts, counts)
     return found
 
@@ -115,11 +115,11 @@ class NodeLayout(NamedTuple):
 
 
 class PlainKernels:
-    """What `eyas.kernels.cpu.sampling` compiles, in NumPy."""
+    """Kernels of `eyas.kernels.cpu.sampling` in NumPy."""
 
     @staticmethod
     def are_valid(counts: Ints, tokens: Ints, parents: Ints, bounds: Ints, vocab_size: int) -> bool:
-        """Whether nodes keep to the limits and come after their parents. bounds: the lists of TreeLimits [3, B]."""
+        """Check that nodes keep to the limits and come after their parents. bounds: the lists of TreeLimits [3, B]."""
         firsts, (roots, max_nodes, max_depths) = counts.cumsum() - counts, bounds
         own = np.arange(len(tokens)) - np.repeat(firsts, counts)
         is_valid = (counts <= max_nodes).all() and (tokens[firsts] == roots).all()
@@ -132,7 +132,7 @@ class PlainKernels:
 
     @staticmethod
     def layout(counts: Ints, parents: Ints) -> NodeLayout:
-        """`above`, `roots`, `depths` and `words` of PackedTrees.
+        """Return `above`, `roots`, `depths` and `words` of PackedTrees.
 
         In each turn a node sees what the node sees that lies twice as far above it, and adds that one's depth to its own.
         Example of a chain of four: node 3 sees itself; then also node 2; then also what node 1 sees, that is 1 and 0.

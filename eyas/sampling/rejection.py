@@ -33,10 +33,12 @@ from eyas.sampling.sampler import draw_tokens, target_probs
 
 @dataclass(frozen=True)
 class SiblingVerdicts:
-    """What is decided on the children of sampled trees. trees: by the drawn row of the root.
+    """Decisions on the children of sampled trees.
 
-    cells: int64 [F, C + 1] on the device, one row for each node with children, tree after tree: 1 for each child that is
-    accepted once it is reached, else 0; then the token that follows if no child is.
+    Attributes:
+        trees: by the drawn row of the root.
+        cells: int64 [F, C + 1] on the device, one row for each node with children, tree after tree: 1 for each child that
+            is accepted once it is reached, else 0; then the token that follows if no child is.
     """
 
     trees: Mapping[int, DraftTree]
@@ -56,7 +58,9 @@ class SiblingVerdicts:
 def rejection_sample(batch: Sequence[LogitRows], logits: Tensor, draws: Sequence[Draw]) -> SiblingVerdicts:
     """Decide on the nodes of all sampled trees of a step, without waiting for the device.
 
-    logits: float32 [N, V] of the drawn rows. draws: of the same rows.
+    Args:
+        logits: float32 [N, V] of the drawn rows.
+        draws: of the same rows.
     """
     trees: dict[int, DraftTree] = {}
     row = 0
@@ -80,9 +84,12 @@ def rejection_sample(batch: Sequence[LogitRows], logits: Tensor, draws: Sequence
 class Families:
     """The nodes with children of a step's trees, padded to one shape.
 
-    ids, probs: the draft distributions, normalised, [F, K]; probs are 0 in the padding. cells: which of F * K are no
-    padding. places: index of each child's token in its distribution, [F, C]; real: which children exist [F, C]; replacement:
-    whether the siblings were drawn with replacement [F, 1].
+    Attributes:
+        ids, probs: the draft distributions, normalised, [F, K]; probs are 0 in the padding.
+        cells: which of F * K are no padding.
+        places: index of each child's token in its distribution, [F, C].
+        real: which children exist [F, C].
+        replacement: whether the siblings were drawn with replacement [F, 1].
     """
 
     ids: Tensor
@@ -94,7 +101,7 @@ class Families:
 
     @classmethod
     def of(cls, trees: Sequence[DraftTree], device: torch.device) -> Families:
-        """The families of each tree in turn, in the order of `DraftTree.families`; at least one."""
+        """Return the families of each tree in turn, in the order of `DraftTree.families`; at least one."""
         drawn = [(tree, tree.sampled, node) for tree in trees if tree.sampled is not None for node in tree.families]
         drafts = [sampled.draft_probs[node] for _, sampled, node in drawn]
         places = [_places(draft, tree, node) for draft, (tree, _, node) in zip(drafts, drawn, strict=True)]
@@ -111,15 +118,19 @@ class Families:
 
 
 class SiblingProbs(NamedTuple):
-    """chances: probability that each child is accepted once it is reached [F, C]; 0 where there is no child.
-    residual: weights of the next token when all children are rejected, not normalised [F, V]."""
+    """Probabilities of the children of sampled trees.
+
+    Attributes:
+        chances: probability that each child is accepted once it is reached [F, C]; 0 where there is no child.
+        residual: weights of the next token when all children are rejected, not normalised [F, V].
+    """
 
     chances: Tensor
     residual: Tensor
 
 
 def accept_probs(target: Tensor, families: Families) -> SiblingProbs:
-    """How likely each sibling is accepted, and what the next token is drawn from if none is.
+    """Return how likely each sibling is accepted, and what the next token is drawn from if none is.
 
     target: the target's probabilities at the families' parents, float64 [F, V], not necessarily normalised.
     `kept` are the target's weights at the draft's tokens and `mass` is their sum together with those outside, so that p is
@@ -152,6 +163,6 @@ def _places(draft: DraftProbs, tree: DraftTree, node: int) -> list[int]:
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Rows of float64, filled up with 0."""
+    """Return the rows of float64, filled up with 0."""
     width = max(len(row) for row in rows)
     return np.array([[*row, *[0.0] * (width - len(row))] for row in rows], dtype=np.float64)

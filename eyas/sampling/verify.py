@@ -22,7 +22,7 @@ UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or d
 
 
 def nothing() -> None:
-    """What the host does meanwhile, by default."""
+    """Do nothing meanwhile, the default."""
 
 
 def verify(
@@ -159,7 +159,7 @@ def _with_details(
 
 
 def can_draw_in_parts(rows: LogitRows) -> bool:
-    """Whether parts of the vocabulary can be drawn from apart at these rows, with small exchanges between them.
+    """Return whether parts of the vocabulary can be drawn from apart at these rows, with small exchanges between them.
 
     Large top-k, log-probabilities, grammars, penalties, biases, bans and the rule `rejection` need whole rows.
     """
@@ -170,6 +170,6 @@ def can_draw_in_parts(rows: LogitRows) -> bool:
 
 
 def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
-    """The tokens of a step whose requests ask for nothing but a draw at each row."""
+    """Return the tokens of a step whose requests ask for nothing but a draw at each row."""
     tokens: list[int] = (sample(output.logits, draws) if output.tokens is None else output.tokens).tolist()
     return tokens

@@ -47,16 +47,18 @@ class DraftStream:
     waiting: bool = False
 
     def qualified(self, session: str) -> str:
-        """The drafter's name for a session of this stream."""
+        """Return the drafter's name for a session of this stream."""
         return f"{self.number}/{session}"
 
     def size(self, commit: Commit[TensorBytes]) -> int:
-        """Tokens that a commit counts for in the queue: at least one, and as many as its samples and features would need."""
+        """Return the tokens that a commit counts for in the queue: at least one, and as many as its samples and features
+        would need.
+        """
         num_bytes = len(commit.features.data) if commit.features else 0
         return max(len(commit.tokens), len(commit.samples), num_bytes // (4 * max(self.feature_size, 1)), 1)
 
     def admit(self, request: DraftRequest, limits: DraftQueueConfig, max_model_len: int) -> DraftJob:
-        """The request as a job of the commits within the limits, and refusals of the others."""
+        """Return the request as a job of the commits within the limits, and refusals of the others."""
         ended = tuple(name for name in dict.fromkeys(request.ended_sessions) if name in self.sessions)
         self.sessions.difference_update(ended)
         job = DraftJob(self, request.step, ended, request.timeout_s)
@@ -126,7 +128,7 @@ class DraftRow:
 
 @dataclass
 class JobBatch:
-    """What the drafter does next: release sessions, then draft for the taken commits, each session at most once.
+    """Next work of the drafter: release sessions, then draft for the taken commits, each session at most once.
 
     Attributes:
         closed: Streams that end.

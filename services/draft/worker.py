@@ -32,10 +32,11 @@ MAX_SESSION_LENGTH = 2 * MAX_REQUEST_ID_LENGTH
 
 
 class DraftWorker:
-    """Runs a drafter: `with DraftWorker(drafter, info) as worker`. Public methods may be called from any thread.
+    """Thread that runs a drafter: `with DraftWorker(drafter, info) as worker`. Public methods may be called from any thread.
 
-    on_break: called from the worker's thread if the drafter breaks for good; after that, streams are only closed.
-    queue: limits of each stream and of a batch.
+    Args:
+        on_break: called from the worker's thread if the drafter breaks for good; after that, streams are only closed.
+        queue: limits of each stream and of a batch.
     """
 
     def __init__(
@@ -70,13 +71,13 @@ class DraftWorker:
         self._thread.join()
 
     def load(self) -> Load:
-        """The sessions that the drafter holds, and the requests in the queues."""
+        """Return the sessions that the drafter holds, and the requests in the queues."""
         streams = list(self._streams.values())
         num_sessions = sum(len(stream.epochs) for stream in streams)
         return Load(num_running=num_sessions, num_waiting=sum(len(stream.jobs) for stream in streams))
 
     def open(self, deliver: Deliver) -> DraftStream:
-        """A new stream; `deliver` gets one reply for each request with commits, and None at the end.
+        """Return a new stream; `deliver` gets one reply for each request with commits, and None at the end.
 
         Replies are in order, except that requests without an accepted commit are answered at once.
         """
@@ -186,7 +187,7 @@ class DraftWorker:
         self._telemetry.answered([time.perf_counter() - job.queued for job in done])
 
     def _row(self, job: DraftJob, commit: Commit[TensorBytes]) -> DraftRow | None:
-        """The row of a commit. None for a malformed or outdated commit: it gets no answer and affects no other."""
+        """Return the row of a commit. None for a malformed or outdated commit: it gets no answer and affects no other."""
         stream, name = job.stream, job.stream.qualified(commit.session)
         try:
             context = admit(commit, name, self.info)

@@ -47,9 +47,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DraftTiming:
-    """How long one answered request for trees took, in seconds. round_trip includes draft, the drafter's own time.
+    """Times of one answered request for trees, in seconds. round_trip includes draft, the drafter's own time.
 
-    drafter: its address. method: its drafting method.
+    Attributes:
+        drafter: its address.
+        method: its drafting method.
     """
 
     drafter: str
@@ -60,14 +62,17 @@ class DraftTiming:
 
 @dataclass
 class PendingDrafts:
-    """What one engine step sent to a draft service, and the answers so far.
+    """Requests of one engine step to a draft service, and the answers so far.
 
-    drafts: one answer per context, in order. stream: where the commits went; None if nothing was sent.
-    awaited: step numbers of the messages that ask for trees and have no reply yet.
-    answered_at: when the last reply arrived; draft_seconds: how long the drafter worked.
-    is_refused: whether the drafter had too much to do for some of the commits.
-    released: sessions that have ended since.
-    timing: set by `collect` once every tree has arrived.
+    Attributes:
+        drafts: one answer per context, in order.
+        stream: where the commits went; None if nothing was sent.
+        awaited: step numbers of the messages that ask for trees and have no reply yet.
+        answered_at: when the last reply arrived.
+        draft_seconds: how long the drafter worked.
+        is_refused: whether the drafter had too much to do for some of the commits.
+        released: sessions that have ended since.
+        timing: set by `collect` once every tree has arrived.
     """
 
     contexts: Sequence[DraftContext]
@@ -83,7 +88,7 @@ class PendingDrafts:
 
     @property
     def has_answers(self) -> bool:
-        """Whether any context that wants a tree has an answer."""
+        """Return whether any context that wants a tree has an answer."""
         answers = zip(self.contexts, self.drafts, strict=True)
         return any(draft is not None for context, draft in answers if context.budget.wants_tree)
 
@@ -105,13 +110,16 @@ class PendingDrafts:
 
 
 class RemoteDrafter:
-    """Implements Drafter by one draft service. A drafter that does not fit what the verifier offers stays unused.
+    """Drafter by one draft service. A drafter that does not fit what the verifier offers stays unused.
 
     A thread keeps a stream open: it dials, reads, and dials again after every failure.
 
-    needs: what contexts will carry. proposal: the most that contexts will ask for.
-    target: what the drafter must fit; None takes the service's only drafter. peers: how to dial.
-    num_answered, num_lost: requests for trees so far. num_drafted, num_accepted: tokens, counted by who verifies them.
+    Args:
+        needs: what contexts will carry.
+        proposal: the most that contexts will ask for.
+        target: what the drafter must fit; None takes the service's only drafter.
+        peers: how to dial. num_answered, num_lost: requests for trees so far. num_drafted, num_accepted: tokens, counted by
+            who verifies them.
     """
 
     def __init__(
@@ -145,11 +153,11 @@ class RemoteDrafter:
 
     @property
     def connected(self) -> bool:
-        """Whether the stream is open."""
+        """Return whether the stream is open."""
         return self._stream is not None
 
     def status(self, num_sessions: int) -> DraftClientStatus:
-        """What the verifier announces of this connection. num_sessions: those that are assigned to it."""
+        """Return what the verifier announces of this connection. num_sessions: those that are assigned to it."""
         counts = num_sessions, self.num_answered, self.num_lost, self.num_drafted, self.num_accepted
         return DraftClientStatus(self.address, self._method, self.connected, self.breaker.state, *counts)
 
@@ -159,7 +167,7 @@ class RemoteDrafter:
         return self._method
 
     def can_draft(self, session: str) -> bool:
-        """Whether the stream is open, the circuit breaker is not backing off, and the session is not refused."""
+        """Return whether the stream is open, the circuit breaker is not backing off, and the session is not refused."""
         with self._changed:
             refused_until = self._refused.get(session, 0.0)
         return self.connected and not self.breaker.backing_off and refused_until <= time.monotonic()
@@ -294,7 +302,7 @@ class RemoteDrafter:
             self._channel.close()
 
     def _describe(self, stub: draft_pb2_grpc.DraftStub) -> DrafterInfo:
-        """The drafter there. Raises ConfigError if it does not fit this verifier."""
+        """Return the drafter there. Raises ConfigError if it does not fit this verifier."""
         target = self._target
         request = draft_pb2.DescribeRequest(target=convert.target_info_to_proto(target) if target else None)
         info = convert.drafter_info_from_proto(
@@ -358,7 +366,7 @@ class RemoteDrafter:
             self._changed.notify()
 
     def _is_valid(self, prepared: PreparedTree) -> bool:
-        """Whether a prepared tree may be kept."""
+        """Return whether a prepared tree may be kept."""
         stream = self._stream
         assert stream is not None, "replies come from an open stream"
         root, most, vocab_size = int(prepared.tree.alone.tokens[0]), PreparedTree.MAX_NODES, stream.info.model.vocab_size

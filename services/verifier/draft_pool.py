@@ -31,7 +31,11 @@ class _Assignment:
 
 @dataclass
 class _History:
-    """A session's answered requests. drafter, timing: of the last request; no timing if an answer was missing."""
+    """A session's answered requests.
+
+    Attributes:
+        drafter, timing: of the last request; no timing if an answer was missing.
+    """
 
     num_answered: int = 0
     seconds: float = 0.0
@@ -40,10 +44,13 @@ class _History:
 
 
 class DraftPool:
-    """Implements Drafter over many RemoteDrafters. A session without a drafter gets None and decodes plainly.
+    """Drafter over many RemoteDrafters. A session without a drafter gets None and decodes plainly.
 
     A session's life: `assign`; then `request` and `release` by the engine, if it takes the session; and `unassign`, before
     or after `release`. `request` belongs to the engine's thread; the other methods may be called from any thread.
+
+    Args:
+        needs, proposal, target, peers: see RemoteDrafter.
     """
 
     def __init__(
@@ -54,7 +61,6 @@ class DraftPool:
         target: TargetInfo | None = None,
         peers: Peers | None = None,
     ) -> None:
-        """needs, proposal, target, peers: see RemoteDrafter."""
         self._needs, self._without_samples = needs, replace(needs, samples=False)
         self.can_sample = proposal == "sampled"
         self.timeout_s = config.draft_timeout_s
@@ -110,7 +116,7 @@ class DraftPool:
                     self._close_if_unused(drafter)
 
     def can_draft(self, session: str) -> bool:
-        """Whether the session has a drafter that is available now."""
+        """Return whether the session has a drafter that is available now."""
         assignment = self._assignments.get(session)
         return assignment is not None and assignment.drafter is not None and assignment.drafter.can_draft(session)
 
@@ -175,7 +181,7 @@ class DraftPool:
         return history.drafter.method if history and history.drafter else ""
 
     def mean_round_trip(self, session: str) -> float | None:
-        """Mean seconds of a session's answered requests for trees; None without any, or after `unassign`."""
+        """Return the mean seconds of a session's answered requests for trees; None without any, or after `unassign`."""
         history = self._histories.get(session)
         return history.seconds / history.num_answered if history and history.num_answered else None
 

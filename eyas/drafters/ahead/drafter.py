@@ -35,9 +35,13 @@ from eyas.protocol.tree import DraftTree, PreparedTree
 class _AheadSession:
     """A session that the drafter follows, perhaps some commits behind.
 
-    last: its latest commit. asked: when that came, if a tree is the answer to it. block: of the trial, for the answer.
-    backlog: the commits that the drafter has not received. path: the tokens committed since a tree grows. is_prepared:
-    whether one does.
+    Attributes:
+        last: its latest commit.
+        asked: when that came, if a tree is the answer to it.
+        block: of the trial, for the answer.
+        backlog: the commits that the drafter has not received.
+        path: the tokens committed since a tree grows.
+        is_prepared: whether one does.
     """
 
     last: DraftContext
@@ -48,18 +52,20 @@ class _AheadSession:
     is_prepared: bool = False
 
     def continues_with(self, context: DraftContext) -> bool:
-        """Whether the context starts where the latest commit ends."""
+        """Return whether the context starts where the latest commit ends."""
         return (self.last.epoch, self.last.committed_length) == (context.epoch, context.start_position)
 
 
 class DraftAheadDrafter(LocalDrafter):
-    """An EAGLE drafter that prepares for the next commits whenever `draft_ahead` is called."""
+    """An EAGLE drafter that prepares for the next commits whenever `draft_ahead` is called.
+
+    Raises ConfigError for more candidates than the draft vocabulary has tokens, without a trial.
+
+    Args:
+        trial: decides when to draft ahead, with at most the draft vocabulary's candidates; None always does.
+    """
 
     def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig, trial: Trial | None = None) -> None:
-        """trial: decides when to draft ahead, with at most the draft vocabulary's candidates; None always does.
-
-        Raises ConfigError for more candidates than the draft vocabulary has tokens, without a trial.
-        """
         if config.num_candidates > len(drafter.draft_ids):
             if trial is None:
                 raise ConfigError(
@@ -193,7 +199,7 @@ class DraftAheadDrafter(LocalDrafter):
         return self.drafter.device.clock() if self.drafter.device else time.perf_counter()
 
     def _take_ahead(self, contexts: Sequence[DraftContext]) -> list[DraftTree | None]:
-        """The trees that are ready for the contexts' last tokens."""
+        """Return the trees that are ready for the contexts' last tokens."""
         found: list[DraftTree | None] = [None] * len(contexts)
         places = []
         for i, context in enumerate(contexts):
@@ -219,13 +225,15 @@ class DraftAheadDrafter(LocalDrafter):
         return found
 
     def _path(self, context: DraftContext) -> Path:
-        """The tokens since the session's trees were prepared; empty if none were, or the context does not go on there."""
+        """Return the tokens since the session's trees were prepared; empty if none were, or the context does not go on
+        there.
+        """
         session = self.sessions.get(context.session)
         is_known = session and session.is_prepared and session.continues_with(context)
         return (*session.path, *context.tokens) if session and is_known else ()
 
     def _with_backlog(self, context: DraftContext) -> DraftContext:
-        """The session's backlog and `context` as one commit for the drafter."""
+        """Return the session's backlog and `context` as one commit for the drafter."""
         session = self.sessions.get(context.session)
         whole = _joined([*session.backlog, context]) if session and session.continues_with(context) else context
         self.sessions[context.session] = _AheadSession(context)
@@ -263,7 +271,7 @@ class DraftAheadDrafter(LocalDrafter):
 
 
 def _joined(contexts: Sequence[DraftContext]) -> DraftContext:
-    """Successive commits of a session as one."""
+    """Return successive commits of a session as one."""
     first, last = contexts[0], contexts[-1]
     features = [context.features for context in contexts if context.features is not None]
     tokens = tuple(token for context in contexts for token in context.tokens)

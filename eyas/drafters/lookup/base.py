@@ -90,22 +90,22 @@ class LookupDrafter(LocalDrafter, Generic[MemoryT]):
     def _grow(
         self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT], paths: Sequence[Path]
     ) -> Sequence[DraftTree]:
-        """The trees of contexts that want one. paths: tokens behind those that the memories have."""
+        """Return the trees of contexts that want one. paths: tokens behind those that the memories have."""
 
 
 def best_leaves(tree: DraftTree, max_depth: int) -> list[int]:
-    """At most MAX_CONTINUED leaves above `max_depth` levels, the best first."""
+    """Return at most MAX_CONTINUED leaves above `max_depth` levels, the best first."""
     leaves = [node for node in range(1, len(tree)) if node not in tree.families and tree.depths[node] < max_depth]
     return sorted(leaves, key=lambda node: -tree.log_probs[node])[:MAX_CONTINUED]
 
 
 def tokens_to(tree: DraftTree, node: int) -> Path:
-    """The tokens from the root's child to a node."""
+    """Return the tokens from the root's child to a node."""
     return tuple([tree.tokens[each] for each in tree.path(node)[1:]])
 
 
 def attached(tree: DraftTree, parts: Sequence[tuple[int, DraftTree]]) -> DraftTree:
-    """`tree` with the nodes of other trees, whose roots are leaves of it."""
+    """Return `tree` with the nodes of other trees, whose roots are leaves of it."""
     tokens, parents, log_probs = list(tree.tokens), list(tree.parents), list(tree.log_probs)
     for leaf, below in parts:
         places, above = [leaf, *range(len(tokens), len(tokens) + below.num_drafted)], log_probs[leaf]
@@ -116,7 +116,7 @@ def attached(tree: DraftTree, parts: Sequence[tuple[int, DraftTree]]) -> DraftTr
 
 
 def _behind(context: DraftContext, path: Path) -> DraftContext:
-    """The context as if `path` were committed."""
+    """Return the context as if `path` were committed."""
     depth = len(path)
     biases = tuple(replace(b, num_levels=b.num_levels - depth) for b in context.logit_biases if b.num_levels > depth)
     budget = context.budget._replace(max_depth=context.budget.max_depth - depth)
@@ -126,10 +126,13 @@ def _behind(context: DraftContext, path: Path) -> DraftContext:
 
 @dataclass(frozen=True)
 class Matches:
-    """What followed a context elsewhere.
+    """Continuations that followed a context elsewhere.
 
-    sessions: of each match [M]; of one session the best match first. tokens: ids from 0 [M, D]. lengths: how many tokens of
-    a row count, at most D [M]. weights: of a match in the choice between the children of a node [M].
+    Attributes:
+        sessions: of each match [M]; of one session the best match first.
+        tokens: ids from 0 [M, D].
+        lengths: how many tokens of a row count, at most D [M].
+        weights: of a match in the choice between the children of a node [M].
     """
 
     sessions: Ints
@@ -139,7 +142,7 @@ class Matches:
 
 
 def only_allowed(matches: Matches, contexts: Sequence[DraftContext]) -> Matches:
-    """The matches up to a token that a grammar does not allow at the first level, or that is banned."""
+    """Return the matches up to a token that a grammar does not allow at the first level, or that is banned."""
     if any(context.logit_biases for context in contexts):
         matches = replace(matches, lengths=np.minimum(matches.lengths, _first_banned(matches, contexts)))
     if not any(context.allowed for context in contexts):
@@ -150,7 +153,7 @@ def only_allowed(matches: Matches, contexts: Sequence[DraftContext]) -> Matches:
 
 
 def _first_banned(matches: Matches, contexts: Sequence[DraftContext]) -> Ints:
-    """The first banned token of each match, or the number of its tokens [M]."""
+    """Return the first banned token of each match, or the number of its tokens [M]."""
     depth = matches.tokens.shape[1]
     is_banned_MD = np.zeros((len(matches.sessions), depth + 1), np.bool_)
     is_banned_MD[:, depth] = True
@@ -168,9 +171,14 @@ class Trie:
     """Nodes of all sessions [K], level by level, then by session, then by the tokens of their paths, so that siblings (a
     family) stand together.
 
-    depths: 0 for children of the root. parents: nodes of this trie, below 0 for the root. tokens: token ids. weights: of all
-    matches through a node. matches: the best match through it. families: of each node [K]. starts: the first node of each
-    family [F].
+    Attributes:
+        depths: 0 for children of the root.
+        parents: nodes of this trie, below 0 for the root.
+        tokens: token ids.
+        weights: of all matches through a node.
+        matches: the best match through it.
+        families: of each node [K].
+        starts: the first node of each family [F].
     """
 
     sessions: Ints
@@ -183,7 +191,7 @@ class Trie:
     starts: Ints
 
     def family_sums(self, values: Reals) -> Reals:
-        """Sum of values [K] over each node's family [K]."""
+        """Return the sum of values [K] over each node's family [K]."""
         return _group_sums(self.families, values)[self.families]
 
     def log_shares(self) -> Reals:
@@ -192,7 +200,7 @@ class Trie:
         return shares
 
     def along_paths(self, steps: Reals) -> Reals:
-        """Sums of steps [K] from the root to each node [K]."""
+        """Return the sums of steps [K] from the root to each node [K]."""
         sums = steps.copy()
         bounds = np.flatnonzero(np.diff(self.depths, prepend=-1, append=-1))
         for start, end in pairwise(bounds[1:]):
@@ -241,7 +249,7 @@ PRIOR_TRIALS = 4.0
 
 
 class HitRates:
-    """How often the longest match of each length foresaw the next token of a session."""
+    """Rates at which the longest match of each length foresaw the next token of a session."""
 
     def __init__(self, lengths: range) -> None:
         self._lengths, self._prior = lengths, PRIOR_TRIALS * np.array([n / (n + 1) for n in lengths])
@@ -259,9 +267,11 @@ class HitRates:
 
 
 def match_steps(trie: Trie, length_indices: Ints, log_hit_rates: Reals) -> Reals:
-    """Log-score [K] of the step to each node. Below a match, every right token makes the match longer by one.
+    """Return the log-score [K] of the step to each node. Below a match, every right token makes the match longer by one.
 
-    length_indices: of each match's length, 0 for min_ngram [M]. log_hit_rates: [S, number of lengths].
+    Args:
+        length_indices: of each match's length, 0 for min_ngram [M].
+        log_hit_rates: [S, number of lengths].
     """
     lengths = np.minimum(length_indices[trie.matches] + trie.depths, log_hit_rates.shape[1] - 1)
     steps: Reals = trie.log_shares() + log_hit_rates[trie.sessions, lengths]
@@ -269,7 +279,7 @@ def match_steps(trie: Trie, length_indices: Ints, log_hit_rates: Reals) -> Reals
 
 
 def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequence[TreeBudget]) -> DraftTrees:
-    """Each session's best `max_nodes - 1` nodes within `max_depth`, by cumulative scores [K] in float32.
+    """Return each session's best `max_nodes - 1` nodes within `max_depth`, by cumulative scores [K] in float32.
 
     Ties go to the shallower node, then to the lower tokens. As scores never grow along a path, a selected node's parent is
     selected too. The counterpart of `eyas.drafters.trees.growth.select_nodes` on the host.
@@ -283,7 +293,7 @@ def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequenc
 
 
 def perturbed_log_shares(trie: Trie, contexts: Sequence[DraftContext], config: DraftingConfig) -> Reals:
-    """Log-shares [K] of nodes among their siblings, perturbed by the noise of the target's draw.
+    """Return log-shares [K] of nodes among their siblings, perturbed by the noise of the target's draw.
 
     The noise of `eyas.drafters.trees.scoring`, over the nodes that were found, all levels at once. Shares stay plain for
     sessions at temperature 0, and without shared noise.
@@ -304,7 +314,7 @@ def perturbed_log_shares(trie: Trie, contexts: Sequence[DraftContext], config: D
 
 
 def _log_probs(trie: Trie, keys: Sequence[NoiseKey]) -> Reals:
-    """Log-weights [K] under each session's temperature and filters, up to a constant of each family."""
+    """Return log-weights [K] under each session's temperature and filters, up to a constant of each family."""
     if all(key.top_k == 0 and key.top_p >= 1 and key.min_p == 0 for key in keys):
         temperatures = np.array([max(key.temperature, MIN_TEMPERATURE) for key in keys])
         tempered: Reals = np.log(trie.weights) / temperatures[trie.sessions]

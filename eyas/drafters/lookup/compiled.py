@@ -121,7 +121,7 @@ class _Forest:
 
 
 def bans_of(context: DraftContext, has_root: bool = True) -> Bans:
-    """What the target cannot draw. has_root: whether the next token is among what is looked up."""
+    """Return what the target cannot draw. has_root: whether the next token is among what is looked up."""
     banned = [(each.token, each.num_levels) for each in context.logit_biases if each.bias == -math.inf]
     tokens, ends = np.array(banned, np.int64).T.copy() if banned else NO_BANS
     bits = np.frombuffer(context.allowed, np.uint8).copy() if context.allowed and has_root else NO_BITS

@@ -30,10 +30,13 @@ WINDOW_SCORE = -100.0
 
 
 class TreeBuilder:
-    """A draft tree that grows node by node. Nodes are numbered as in the finished tree."""
+    """A draft tree that grows node by node. Nodes are numbered as in the finished tree.
+
+    Args:
+        can_draw: whether the target can draw a token at a level, 0 below the root.
+    """
 
     def __init__(self, root: int, max_depth: int, can_draw: Callable[[int, int], bool] = lambda token, level: True) -> None:
-        """can_draw: whether the target can draw a token at a level, 0 below the root."""
         self._max_depth = max_depth
         self._can_draw = can_draw
         self._tokens = [root]
@@ -46,7 +49,8 @@ class TreeBuilder:
         return len(self._tokens)
 
     def add(self, parent: int, token: int, score: float, max_nodes: int) -> int | None:
-        """The child of `parent` that guesses `token`, added if there is none; None if the limits, or the target, forbid it.
+        """Return the child of `parent` that guesses `token`, added if there is none; None if the limits, or the target,
+        forbid it.
 
         score: log-score of the step to a new node.
         """
@@ -61,7 +65,7 @@ class TreeBuilder:
         return node
 
     def build(self) -> DraftTree:
-        """The tree of all nodes so far."""
+        """Return the tree of all nodes so far."""
         return DraftTree.of(self._tokens, self._parents, self._scores)
 
 
@@ -69,7 +73,9 @@ class TreeBuilder:
 class _ProposedTree:
     """A tree whose samples are expected.
 
-    last: the tokens up to its root. cells[j]: the nodes of column j of the window, from row 0 up.
+    Attributes:
+        last: the tokens up to its root.
+        cells[j]: the nodes of column j of the window, from row 0 up.
     """
 
     committed_length: int
@@ -78,7 +84,9 @@ class _ProposedTree:
     cells: list[list[int]]
 
     def pruned(self, nodes: Sequence[int]) -> _ProposedTree:
-        """The tree of these nodes alone. Parents are kept: the lower ends of columns stay, and the first of the columns."""
+        """Return the tree of these nodes alone. Parents are kept: the lower ends of columns stay, and the first of the
+        columns.
+        """
         numbers = {node: number for number, node in enumerate(nodes)}
         cells = [[numbers[node] for node in column if node in numbers] for column in self.cells]
         return replace(self, tree=self.tree.pruned(nodes), cells=[column for column in cells if column])
@@ -104,7 +112,7 @@ class NgramPool:
             self.size -= len(ngram)
 
     def after(self, token: int) -> list[tuple[int, ...]]:
-        """The rests of the n-grams that begin with `token`, the latest first."""
+        """Return the rests of the n-grams that begin with `token`, the latest first."""
         return list(reversed(self._ngrams.get(token, ())))
 
 
@@ -135,7 +143,7 @@ class _Window:
         self._last = tuple(tokens[-max(n - 1, self._config.window_size + 1) :])
 
     def tree(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
-        """Guesses come first; they leave the window the nodes that it needs, up to half of all."""
+        """Return the guesses come first; they leave the window the nodes that it needs, up to half of all."""
         root, committed = self._last[-1], context.committed_length
         if committed == 1:
             return DraftTree.root_only(root)
@@ -151,7 +159,7 @@ class _Window:
         return tree
 
     def guesses(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
-        """The tree of guesses alone, below tokens that are not committed yet."""
+        """Return the tree of guesses alone, below tokens that are not committed yet."""
         builder = TreeBuilder(context.tokens[-1], budget.max_depth, drawable(context))
         self._add_guesses(builder, context.tokens[-1], budget.max_nodes)
         return builder.build()
@@ -164,7 +172,9 @@ class _Window:
                 node = None if node is None else builder.add(node, token, rank * GUESS_SCORE, max_nodes)
 
     def _drawable_row(self, row: Sequence[int], number: int, can_draw: Callable[[int, int], bool]) -> list[int]:
-        """A row of the window with the latest token of the text that can be drawn in place of each one that cannot."""
+        """Return a row of the window with the latest token of the text that can be drawn in place of each
+        one that cannot.
+        """
         choices = [(token, *reversed(self._last)) for token in row]
         return [
             next((token for token in tokens if can_draw(token, number + column)), tokens[0])
@@ -208,7 +218,7 @@ class _Window:
 
 
 def _repeated(tokens: Sequence[int], count: int) -> list[int]:
-    """The tokens repeated up to `count`."""
+    """Return the tokens repeated up to `count`."""
     return list(islice(cycle(tokens), count))
 
 

@@ -59,7 +59,8 @@ class NgramIndex:
                 latest[ngram] = place
 
     def occurrences(self, max_matches: int, path: Path = ()) -> dict[int, int]:
-        """Places behind earlier occurrences of the last tokens of context and `path`, and how many tokens match there.
+        """Return places behind earlier occurrences of the last tokens of context and `path`, and how many tokens match
+        there.
 
         Longer matches come first, then later places.
         """
@@ -74,8 +75,9 @@ class NgramIndex:
         return found
 
     def behind(self, places: Ints, depth: int) -> tuple[Ints, Ints]:
-        """The tokens from each place on [M, depth], and how many of them the text has [M]. What is beyond its end is of no
-        use."""
+        """Return the tokens from each place on [M, depth], and how many of them the text has [M]. What is beyond its end is
+        of no use.
+        """
         text = np.frombuffer(self.tokens, np.int64)  # a view: tokens can be appended once it is gone
         tokens: Ints = text[np.minimum(places[:, None] + np.arange(depth), len(text) - 1)]
         return tokens, np.minimum(len(text) - places, depth)
@@ -129,7 +131,7 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
 
 
 def prompt_lookup(tree: TreeConfig, config: PromptLookupConfig) -> LocalDrafter:
-    """The drafter, compiled if numba is installed."""
+    """Return the drafter, compiled if numba is installed."""
     if not has_numba():
         return PromptLookupDrafter(tree, config)
     from eyas.drafters.lookup.compiled import CompiledPromptLookup

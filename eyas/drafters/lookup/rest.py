@@ -52,7 +52,7 @@ class _ContextEnd:
         self.tokens = self.with_path(context.tokens[-self._max_ngram :])
 
     def with_path(self, path: TokenPath) -> list[int]:
-        """The tokens with those of `path` behind them."""
+        """Return the tokens with those of `path` behind them."""
         unknown = [i for i, token in enumerate(path) if token >= self._store.vocab_size]
         tokens = [*path[unknown[-1] + 1 :]] if unknown else [*self.tokens, *path]
         return tokens[-self._max_ngram :]
@@ -116,7 +116,7 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
 
 
 def _log_steps(trie: Trie, log_shares: Reals) -> Reals:
-    """Log-score [K] of the step to each node: sharpened shares, discounted where few matches disagree much."""
+    """Return the log-score [K] of the step to each node: sharpened shares, discounted where few matches disagree much."""
     distinct, evidence = trie.family_sums(np.ones(len(trie.tokens))), trie.family_sums(trie.weights)
     steps: Reals = FREQUENCY_POWER * log_shares + np.log(evidence / (evidence + distinct))
     return steps

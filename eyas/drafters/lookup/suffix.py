@@ -57,21 +57,21 @@ class TextIndex:
         self.extend((SEPARATOR,))
 
     def places(self, ending: Sequence[int]) -> Iterator[int]:
-        """Places behind the last n-gram of `ending`, the latest first."""
+        """Yield places behind the last n-gram of `ending`, the latest first."""
         place = self._latest.get(tuple(ending[-self._ngram :]), 0)
         while place:
             yield place
             place = self._previous[place - 1]
 
     def match_length(self, place: int, ending: Sequence[int], most: int) -> int:
-        """How many tokens before `place` equal the last ones of `ending`, at most `most`."""
+        """Return how many tokens before `place` equal the last ones of `ending`, at most `most`."""
         length, most = 0, min(most, place, len(ending))
         while length < most and self.tokens[place - 1 - length] == ending[-1 - length]:
             length += 1
         return length
 
     def continuation(self, place: int, most: int) -> list[int]:
-        """At most `most` tokens behind `place`, of the same text."""
+        """Return at most `most` tokens behind `place`, of the same text."""
         tokens = self.tokens[place : place + most].tolist()
         return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
 
@@ -85,7 +85,7 @@ class TenantOutputs:
         self.num_tokens = 0  # of all tenants, with ends of texts and what an index takes besides
 
     def of(self, tenant: str) -> list[TextIndex]:
-        """The tenant's indices, the newest first."""
+        """Return the tenant's indices, the newest first."""
         indices = self._indices.get(tenant, [])
         if indices:
             self._indices.move_to_end(tenant)
@@ -183,7 +183,7 @@ class SuffixDrafter(LookupDrafter[SuffixSession]):
             self.outputs.add(memory.tenant, memory.text.tokens[memory.output :])
 
     def _matches(self, memory: SuffixSession, path: Path, depth: int) -> list[tuple[int, int, list[int]]]:
-        """The longest matches of a session: how many tokens match, how many lengths are longer, and what follows."""
+        """Return the longest matches of a session: how many tokens match, how many lengths are longer, and what follows."""
         most = self._config.max_matches
         ending = [*memory.text.tokens[-self._config.max_ngram :], *path][-self._config.max_ngram :]
         found: list[tuple[int, list[int]]] = []

@@ -25,12 +25,15 @@ class LevelGrowth:
     """Trees that grow level by level on the CPU. As `TreeGrowth`, without nodes whose children cannot be chosen.
 
     widths, frontiers: of each session the number of nodes to expand next, and these as candidates [S], [S, k].
+
+    Args:
+        draft_ids, words, has_noise: see CompiledGrowth.
+        shape: most levels, and nodes expanded at each.
     """
 
     def __init__(
         self, draft_ids: Tensor, words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], shape: TreeConfig
     ) -> None:
-        """draft_ids, words, has_noise: see CompiledGrowth. shape: most levels, and nodes expanded at each."""
         from eyas.kernels.cpu import drafting as cpu_kernels
         from eyas.kernels.cpu.sampling import shared_noise
 
@@ -64,7 +67,7 @@ class LevelGrowth:
         return [math.fsum(map(math.exp, sorted(own[first:end].tolist())[-top_k:])) for own, first, end in spans]
 
     def trees(self, roots: Sequence[int]) -> DraftTrees:
-        """The trees below the roots, the target's ids."""
+        """Return the trees below the roots, the target's ids."""
         from eyas.kernels.cpu import drafting as cpu_kernels
 
         most = int(self._limits.max())
@@ -79,10 +82,13 @@ class CompiledRows:
     """The rows of trees for the kernels of the CPU, level by level. A row sees the prefix, its ancestors and itself.
 
     slots: for the keys and values of the newest rows [R]. keys: RowKeys of these.
+
+    Args:
+        prefixes: slots of each session.
+        tree_slots: for the rows of each tree.
     """
 
     def __init__(self, prefixes: Sequence[Slots], tree_slots: Ints, max_model_len: int) -> None:
-        """prefixes: slots of each session. tree_slots: for the rows of each tree."""
         self._prefixes, self._tree_slots, self._max_model_len = prefixes, tree_slots, max_model_len
         self._seen: list[Bools] = [np.zeros((1, 0), np.bool_) for _ in prefixes]  # which rows the newest rows see
         self._starts = np.arange(len(prefixes))  # of each session's newest rows
@@ -118,10 +124,13 @@ class CompiledRows:
 
 
 class CompiledGrowth:
-    """Dynamic trees of heads that know all levels at once, and of a vanilla Markov head on top of them."""
+    """Dynamic trees of heads that know all levels at once, and of a vanilla Markov head on top of them.
+
+    Args:
+        draft_ids: the target's ids, int64 [D]. embedding [V, r] and product, to [D], are of the Markov head.
+    """
 
     def __init__(self, draft_ids: Tensor, embedding: Tensor | None = None, product: PackedProduct | None = None) -> None:
-        """draft_ids: the target's ids, int64 [D]. embedding [V, r] and product, to [D], are of the Markov head."""
         from eyas.kernels.cpu import drafting as cpu_kernels
 
         cpu_kernels.compile_kernels()
@@ -134,10 +143,13 @@ class CompiledGrowth:
     def trees(
         self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int
     ) -> DraftTrees:
-        """The trees of `grow_dynamic` and `select_nodes` in `eyas.drafters.trees.growth`.
+        """Return the trees of `grow_dynamic` and `select_nodes` in `eyas.drafters.trees.growth`.
 
-        logits: of all levels, float32 [S, L, D]. roots: the target's ids. words: see `scoring.noise_words`.
-        has_noise: whether a session shares its noise.
+        Args:
+            logits: of all levels, float32 [S, L, D].
+            roots: the target's ids.
+            words: see `scoring.noise_words`.
+            has_noise: whether a session shares its noise.
         """
         values, kernels = logits.contiguous().numpy(), self._kernels
         noise = np.empty(values.shape, np.float32) if has_noise else kernels.NO_NOISE

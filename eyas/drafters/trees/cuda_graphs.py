@@ -61,17 +61,18 @@ NUM_RESULTS = 5
 
 @dataclass(frozen=True)
 class Stages:
-    """What a round runs, each on static inputs, with results in the same memory each time.
+    """Stages of a round, each on static inputs, with results in the same memory each time.
 
-    levels: in order; the host may leave out the last ones. ends: by number of levels that have run, from 1; or the only one.
-    An end returns the result.
+    Attributes:
+        levels: in order; the host may leave out the last ones.
+        ends: by number of levels that have run, from 1; or the only one. An end returns the result.
     """
 
     levels: Sequence[Callable[[], None]]
     ends: Sequence[Callable[[], Tensor]]
 
     def run(self, num_levels: int | None = None) -> Tensor:
-        """The result after some of the levels; None runs all."""
+        """Return the result after some of the levels; None runs all."""
         for level in self.levels[:num_levels]:
             level()
         return self.ends[-1 if num_levels is None else num_levels - 1]()
@@ -86,10 +87,13 @@ ExtendPass = Callable[[Tensor, PackedInputs, PackedInputs], Tensor]
 class RoundSpec:
     """A kind of draft round.
 
-    stages: makes the stages from columns, int64 [C, S], and a function that makes the roots within a stage. They must not
-    wait for the device, copy to it, or take sizes from what a tensor holds.
-    columns: the columns of padding, [C]. state_size, dtype: of a state. num_slots: of the KV cache without the spare slot
-    behind them, which padding may write to; 0 if trees attend to nothing.
+    Attributes:
+        stages: makes the stages from columns, int64 [C, S], and a function that makes the roots within a stage. They must
+            not wait for the device, copy to it, or take sizes from what a tensor holds.
+        columns: the columns of padding, [C].
+        state_size, dtype: of a state.
+        num_slots: of the KV cache without the spare slot behind them, which padding may write to; 0 if trees attend to
+            nothing.
     """
 
     stages: Callable[[Tensor, Callable[[], Roots]], Stages]
@@ -108,6 +112,7 @@ class RoundGraphs:
         self.max_sessions = padded_size(max_sessions, 1)
         self._spec, self._capture = spec, capture
         num_words = spec.layout.num_fixed_words(self.max_sessions) + spec.num_slots
+        # One buffer of 64-bit words: columns, then the 32-bit words of the layout, two to a word.
         size = len(spec.columns) * self.max_sessions + -(-num_words // 2)
         self._words = torch.zeros(size, dtype=torch.int64, device=device)
         self._states = torch.zeros(self.max_sessions, spec.state_size, dtype=spec.dtype, device=device)
@@ -136,10 +141,14 @@ class RoundGraphs:
         states: Tensor,
         num_levels: int | None = None,
     ) -> Tensor:
-        """The result [S, ...] of a round. The next round overwrites it.
+        """Return the result [S, ...] of a round. The next round overwrites it.
 
-        columns: [C, number of sessions]. slots, scratch, states: of each session. num_levels: that run, all by default.
         Raises ConfigError for a drafter that cannot be captured.
+
+        Args:
+            columns: [C, number of sessions].
+            slots, scratch, states: of each session.
+            num_levels: that run, all by default.
         """
         sessions = padded_size(len(slots), 1)
         self._write(self._padded(columns, sessions), slots, scratch, sessions)
@@ -155,6 +164,7 @@ class RoundGraphs:
 
     def _write(self, columns: Ints, slots: Sequence[Slots], scratch: Sequence[Slots], sessions: int) -> None:
         layout = self._spec.layout
+        # Padding rows get the spare slot, whose contents no row reads.
         cells = np.full((sessions, layout.num_rows), self._spec.num_slots, dtype=np.int64)
         for row, own in zip(cells, scratch, strict=False):
             row[:] = own[: len(row)]
@@ -177,12 +187,13 @@ class RoundGraphs:
         return Stages(levels, [capture_or_explain(self._capture, end) for end in stages.ends])
 
     def stages(self, sessions: int) -> Stages:
-        """What is captured for a bucket."""
+        """Return what is captured for a bucket."""
         num_columns = len(self._spec.columns)
         columns, rest = self._words[: num_columns * sessions], self._words[num_columns * sessions :]
         columns = columns.view(num_columns, sessions)
 
         def roots() -> Roots:
+            # The last column is the root's token.
             return Roots(self._states[:sessions], columns[-1], SlotRows(self._spec.layout, rest.view(torch.int32), sessions))
 
         return self._spec.stages(columns, roots)
@@ -190,11 +201,14 @@ class RoundGraphs:
 
 @dataclass(frozen=True)
 class TreeSpec:
-    """How a drafter grows its deterministic trees: static ones whole at once, others as deep as a round's budgets can use.
+    """Recipe by which a drafter grows its deterministic trees: static ones whole at once, others as deep as a round's
+    budgets can use.
 
-    expand: see NeuralDrafter. rows_run: tokens and parents of the rows that a tree ran, int64 [S, 2, R], if the drafter
-    keeps them. tree: nodes and depth; top_k is the number of nodes that a level expands. static_tree: their shape, if it is
-    fixed.
+    Attributes:
+        expand: see NeuralDrafter.
+        rows_run: tokens and parents of the rows that a tree ran, int64 [S, 2, R], if the drafter keeps them.
+        tree: nodes and depth; top_k is the number of nodes that a level expands.
+        static_tree: their shape, if it is fixed.
     """
 
     expand: Callable[[Roots, Scorer, TreeConfig], Expansion]
@@ -204,21 +218,22 @@ class TreeSpec:
     draft_ids: Tensor
 
     def num_cells(self, num_levels: int) -> int:
-        """Nodes that `select_columns` returns."""
+        """Return nodes that `select_columns` returns."""
         if self.static_tree:
             return min(self.tree.num_draft_tokens - 1, sum(len(level.parents) for level in self.static_tree.levels))
+        # The first level has top_k candidates, each further one top_k children of top_k nodes.
         num_candidates = self.tree.top_k * (1 + (num_levels - 1) * self.tree.top_k)
         return min(self.tree.num_draft_tokens - 1, num_candidates)
 
     def num_levels(self, budgets: Sequence[TreeBudget]) -> int:
-        """Levels that trees within the budgets can have: a node at level d has d - 1 others above it."""
+        """Return the levels that trees within the budgets can have: a node at level d has d - 1 others above it."""
         if self.static_tree:
             return 1
         usable = max(min(budget.max_depth, budget.max_nodes - 1) for budget in budgets)
         return max(1, min(self.tree.num_steps, self.tree.num_draft_tokens - 1, usable))
 
     def stages(self, kind: ScorerKind, columns: Tensor, roots: Callable[[], Roots]) -> Stages:
-        """Stages of a round: the first level, or the whole static tree; each further level; the best nodes.
+        """Return the stages of a round: the first level, or the whole static tree; each further level; the best nodes.
 
         The result is float64 [S, NUM_RESULTS * nodes + 2 R], see `num_cells`.
         """
@@ -251,7 +266,7 @@ class TreeSpec:
 
 @dataclass(frozen=True)
 class RoundPlace:
-    """Where a drafter's rounds run: slots of trees, and width and dtype of states."""
+    """Place in which a drafter's rounds run: slots of trees, and width and dtype of states."""
 
     slots: TreeSlots
     state_size: int
@@ -264,7 +279,7 @@ class RoundPlace:
         padding: Sequence[int],
         layout: RowLayout | None = None,
     ) -> RoundGraphs:
-        """The graphs of a round, by default of trees. padding: columns of padding sessions."""
+        """Return the graphs of a round, by default of trees. padding: columns of padding sessions."""
         layout = layout or self.slots.trees
         spec = RoundSpec(stages, layout, padding, self.state_size, self.dtype, self.slots.spare)
         return RoundGraphs(spec, self.slots.max_sessions, self.capture)
@@ -301,6 +316,7 @@ class TreeGraphs:
         graphs = self.rounds[scorer_kind(columns[:NUM_NOISE_WORDS])]
         results = graphs.run(columns, slots, scratch, states, num_levels).cpu().numpy()[: len(contexts)]
         tree_cells = NUM_RESULTS * self._spec.num_cells(num_levels)
+        # results [S, NUM_RESULTS * cells] to [NUM_RESULTS, S, cells]; the rows that ran follow.
         found = results[:, :tree_cells].reshape(len(contexts), NUM_RESULTS, -1).transpose(1, 0, 2)
         trees = trees_from_columns(found, [context.tokens[-1] for context in contexts])
         return trees, results[:, tree_cells:].astype(np.int64).reshape(len(contexts), 2, -1)
@@ -343,10 +359,14 @@ class ChainGraphs:
 
 
 class ExtendGraphs:
-    """The new rows of sessions from captured passes, one for each bucket of rows."""
+    """The new rows of sessions from captured passes, one for each bucket of rows.
+
+    Args:
+        run: what is captured.
+        rows_per_session: of a round that is captured, on average.
+    """
 
     def __init__(self, run: ExtendPass, place: RoundPlace, feature_size: int, rows_per_session: int) -> None:
-        """run: what is captured. rows_per_session: of a round that is captured, on average."""
         slots, device = place.slots, place.slots.trees.device
         self._run, self._place = run, place
         self._buckets = row_buckets(min(slots.max_sessions * rows_per_session, MAX_GRAPH_ROWS))
@@ -362,7 +382,7 @@ class ExtendGraphs:
             self._replay(bucket)
 
     def extend(self, rows: Sequence[Segment], last: Sequence[Segment], features: Tensor) -> Tensor | None:
-        """States [S, H] of the last rows, see ExtendPass; None for more rows than a graph holds."""
+        """Return states [S, H] of the last rows, see ExtendPass; None for more rows than a graph holds."""
         count = sum(len(segment.tokens) for segment in rows)
         if count > self._buckets[-1] or len(rows) > self._place.slots.max_sessions:
             return None
@@ -372,7 +392,7 @@ class ExtendGraphs:
         return self._replay(bucket)()[: len(rows)].clone()
 
     def _shapes(self, bucket: int) -> tuple[MetadataShape, MetadataShape]:
-        """Shapes of all rows, with the last ones as those whose logits are asked for, and of the last rows alone."""
+        """Return shapes of all rows, with the last ones as those whose logits are asked for, and of the last rows alone."""
         slots = self._place.slots
         sessions = min(bucket, slots.max_sessions)
         shapes = [bucket_shape(rows, sessions, slots.trees.tiling) for rows in (bucket, sessions)]
@@ -408,5 +428,5 @@ def capture_or_explain(capture: Capture, run: Callable[[], Out]) -> Callable[[],
 
 
 def float_bits(value: float) -> int:
-    """The bits of a float64 as an integer."""
+    """Return the bits of a float64 as an integer."""
     return int(np.array(value).view(np.int64))

@@ -43,7 +43,7 @@ class Expansion(Protocol):
     """A draft model in the middle of growing trees."""
 
     def first(self) -> Scores:
-        """Scores float32 [S, 1, D] of the root's children."""
+        """Return scores float32 [S, 1, D] of the root's children."""
         ...
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
@@ -60,13 +60,15 @@ class Expansion(Protocol):
 
 
 class IndependentExpansion:
-    """Implements Expansion where a level's scores do not depend on the path: Medusa, DFlash, P-EAGLE.
+    """Expansion where a level's scores do not depend on the path: Medusa, DFlash, P-EAGLE.
 
     All levels were computed at once, and one row of scores serves all nodes of a level.
+
+    Args:
+        logits: float32 [S, L, D], one row for the children of each level.
     """
 
     def __init__(self, logits: Tensor, scorer: Scorer) -> None:
-        """logits: float32 [S, L, D], one row for the children of each level."""
         self._logits, self._scorer = logits, scorer
 
     def first(self) -> Scores:
@@ -80,7 +82,7 @@ class IndependentExpansion:
 
 
 def ddtree_shape(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
-    """The shape in which growing by levels finds the best tree of independent levels (DDTree, 2604.12989).
+    """Return the shape in which growing by levels finds the best tree of independent levels (DDTree, 2604.12989).
 
     As wide as the tree has nodes: a level costs no pass, and no node outside these can be among the best.
     """
@@ -89,9 +91,13 @@ def ddtree_shape(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
 
 @dataclass(frozen=True)
 class Candidates:
-    """Every child of every expanded node. tokens: draft vocabulary ids; parents: candidate numbers; all [S, P].
+    """Every child of every expanded node.
 
     ends[i] is the number of candidates up to and including level i + 1.
+
+    Attributes:
+        tokens: draft vocabulary ids.
+        parents: candidate numbers; all [S, P].
     """
 
     tokens: Tensor
@@ -101,26 +107,32 @@ class Candidates:
 
 
 def best_places(scores: Reals, count: int) -> Ints:
-    """Places of the `count` best finite scores, the best first; of equal ones the first."""
+    """Return places of the `count` best finite scores, the best first; of equal ones the first."""
     places = np.flatnonzero(scores > -np.inf)
+    # np.partition leaves the count-th best at -count: only scores as high as that are sorted.
     if len(places) > count:
         places = places[np.flatnonzero(scores[places] >= np.partition(scores[places], -count)[-count])]
     return places[np.argsort(-scores[places], kind="stable")[:count]]
 
 
 def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool) -> Frontier:
-    """The `top_k` best candidates of a level: scores and tokens [S, P], num_children for each node of the frontier before.
+    """Return the `top_k` best candidates of a level: scores and tokens [S, P], num_children for each node of the frontier
+    before.
 
-    before: candidates of the levels above. has_parents: whether there is a frontier before, and not only the root.
+    Args:
+        before: candidates of the levels above.
+        has_parents: whether there is a frontier before, and not only the root.
     """
     best = rank(scores, top_k)
+    # Candidate c of the level before is a child of frontier row c // num_children.
     rows = best.ids // num_children if has_parents else torch.zeros_like(best.ids)
+    # Candidate numbers begin at 1, and 0 is the root: parents of the children to come, [S, top_k * num_children].
     parents = (before + 1 + best.ids).repeat_interleave(num_children, dim=1)
     return Frontier(best.scores, tokens.gather(1, best.ids), rows, parents)
 
 
 def _frontier_kernel() -> Callable[[Tensor, Tensor, int, int, int, bool], Frontier]:
-    """The same as a kernel, if Triton is installed."""
+    """Return the same as a kernel, if Triton is installed."""
     if find_spec("triton") is None:
         return find_frontier
     from eyas.kernels.cuda import drafting as tree_kernels
@@ -154,13 +166,14 @@ class TreeGrowth:
         frontier = find(scores, self._tokens[-1], self._top_k, self._num_candidates, before, self.num_levels > 1)
         children = self.expansion.next(self.num_levels, frontier.rows, frontier.tokens)
         best = rank_children(children, self._num_candidates, frontier.scores)
+        # best.ids [S, 1, C] if one row of scores serves all nodes, else [S, top_k, C]; recorded [S, top_k * C].
         self._tokens.append(best.ids.expand(-1, self._top_k, -1).flatten(1))
         self._scores.append(best.scores.flatten(1))
         self._parents.append(frontier.parents)
         self._ends.append(self._ends[-1] + self._top_k * self._num_candidates)
 
     def stepped(self) -> TreeGrowth:
-        """The growth with one level more. This one stays as it is, but for memory in which both keep rows."""
+        """Return the growth with one level more. This one stays as it is, but for memory in which both keep rows."""
         grown = copy(self)
         grown.expansion = copy(self.expansion)
         grown._tokens, grown._scores, grown._parents = list(self._tokens), list(self._scores), list(self._parents)
@@ -169,13 +182,16 @@ class TreeGrowth:
         return grown
 
     def reach(self) -> list[float]:
-        """Of each session, the chance that the accepted path reaches the last level's best nodes. Waits for the device."""
+        """Return, for each session, the chance that the accepted path reaches the last level's best nodes. Waits for the
+        device.
+        """
+        # Scores are log-probabilities of paths: their sum over the frontier is the chance to reach it.
         chances: list[float] = rank(self._scores[-1], self._top_k).scores.exp().sum(1).tolist()
         return chances
 
     @property
     def candidates(self) -> Candidates:
-        """What is recorded so far."""
+        """Return what is recorded so far."""
         tokens, parents, scores = (torch.cat(x, 1) for x in (self._tokens, self._parents, self._scores))
         return Candidates(tokens, parents, scores, tuple(self._ends))
 
@@ -195,7 +211,7 @@ class Growing(Protocol):
     """Trees that grow level by level."""
 
     def reach(self) -> list[float]:
-        """Of each session, the chance that the accepted path reaches the last level's best nodes."""
+        """Return, for each session, the chance that the accepted path reaches the last level's best nodes."""
         ...
 
 
@@ -216,7 +232,7 @@ class LevelCosts:
         self._seconds: dict[int, float] = {}
 
     def rule(self, budgets: Sequence[TreeBudget]) -> Callable[[Growing], bool] | None:
-        """For `grow_dynamic`, in one round of sessions; None if one of them wants all levels."""
+        """Return the rule for `grow_dynamic`, in one round of sessions; None if one of them wants all levels."""
         if not all(budget.tokens_per_s for budget in budgets):
             return None
         tokens_per_s, before, began = math.fsum(b.tokens_per_s for b in budgets), [1.0] * len(budgets), 0.0
@@ -227,6 +243,7 @@ class LevelCosts:
             if began:
                 self._observe(len(budgets), now - began)
             began = now
+            # With the last level the chance fell from `there` to `here`; by the same share again it is here^2 / there.
             gain = math.fsum(here * here / max(there, here) for there, here in zip(above, before, strict=True) if here)
             is_worth = gain >= tokens_per_s * self._seconds.get(len(budgets), 0.0)
             if not is_worth:
@@ -244,10 +261,13 @@ class LevelCosts:
 class _Level:
     """The nodes of a level of a static tree, in order. All tensors are int64.
 
-    max_children: most children of a node above.
-    rows: row of each node's parent among the expanded nodes of the level above. ranks: its rank among the parent's children.
-    parents: candidate number of the parent. expanded: candidate numbers of the nodes that have children; expanded_rows: the
-    rows of those nodes' parents.
+    Attributes:
+        max_children: most children of a node above.
+        rows: row of each node's parent among the expanded nodes of the level above.
+        ranks: its rank among the parent's children.
+        parents: candidate number of the parent.
+        expanded: candidate numbers of the nodes that have children.
+        expanded_rows: the rows of those nodes' parents.
     """
 
     max_children: int
@@ -265,6 +285,7 @@ class StaticTree:
     """
 
     def __init__(self, paths: TreeChoices, device: torch.device) -> None:
+        # Paths by length, then by ranks: numbers are those of the candidates, and parents come first.
         numbers = {path: number for number, path in enumerate(sorted({(), *paths}, key=lambda path: (len(path), path)))}
         inner = {path[:-1] for path in numbers if path}
         num_steps, top_k = max(map(len, numbers)), 1 + max(path[-1] for path in numbers if path)
@@ -292,7 +313,7 @@ class StaticTree:
 
 
 def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candidates:
-    """The first `num_steps` levels of `tree`: its nodes are the candidates."""
+    """Return the first `num_steps` levels of `tree`: its nodes are the candidates."""
     scored, levels, num_rows = expansion.first(), tree.levels[:num_steps], 1
     best = rank_children(scored, levels[0].max_children)
     sessions, device = len(best.ids), best.ids.device
@@ -305,6 +326,7 @@ def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candi
             scored = expansion.next(i, above.expanded_rows.expand(sessions, -1), tokens[:, above.expanded])
             best = rank_children(scored, level.max_children)
         best = Ranked(*(column.expand(-1, num_rows, -1) for column in best))
+        # best [S, expanded nodes, max_children]; a node takes its rank among its parent's children.
         tokens = torch.cat([tokens, best.ids[:, level.rows, level.ranks]], 1)
         scores = torch.cat([scores, best.scores[:, level.rows, level.ranks] + scores[:, level.parents]], 1)
     parents = torch.cat([level.parents for level in levels]).expand(sessions, -1)
@@ -312,7 +334,7 @@ def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candi
 
 
 def select_nodes(candidates: Candidates, budgets: Sequence[TreeBudget], target_ids: Tensor) -> Tensor:
-    """`select_columns` within one budget per session. target_ids maps draft vocabulary ids to the target's."""
+    """Run `select_columns` within one budget per session. target_ids maps draft vocabulary ids to the target's."""
     max_drafted = max(budget.max_nodes for budget in budgets) - 1
     limits, depths = upload(np.array([(b.max_nodes - 1, b.max_depth) for b in budgets]).T, candidates.scores.device)
     return select_columns(candidates, limits, depths, max_drafted, target_ids)
@@ -330,12 +352,16 @@ def select_columns(candidates: Candidates, limits: Tensor, depths: Tensor, max_d
     """
     parents, num_cells = candidates.parents, min(max_drafted, candidates.scores.shape[1])
     level = _levels(candidates.ends, parents.device)
+    # Levels beyond a session's depth cannot be chosen.
     scores = candidates.scores.masked_fill(level >= depths[:, None], float("-inf"))
     order = rank(scores, num_cells)
     dropped = (torch.arange(num_cells, device=scores.device) >= limits[:, None]) | torch.isinf(order.scores)
+    # Cells beyond the limit get the number P, behind all candidates, and so sort to the end.
     chosen = torch.where(dropped, scores.shape[1], order.ids).sort(dim=1).values
     cells = chosen.clamp(max=scores.shape[1] - 1)
     kept = parents.gather(1, cells)
+    # A parent's node number is its place among the chosen candidates, from 1. Example: chosen [0 2 5], parent of 5 is
+    # candidate number 3, that is 2: place 1, node 2.
     places = torch.where(kept > 0, torch.searchsorted(chosen, kept - 1) + 1, 0)
     found = chosen.gather(1, (places - 1).clamp(0, num_cells - 1)) + 1
     closed = (kept == 0) | (found == kept) | (chosen == scores.shape[1])
@@ -344,7 +370,7 @@ def select_columns(candidates: Candidates, limits: Tensor, depths: Tensor, max_d
 
 
 def _levels(ends: tuple[int, ...], device: torch.device) -> Tensor:
-    """The level of each candidate, from 0, int64 [P]."""
+    """Return the level of each candidate, from 0, int64 [P]."""
     sizes = [end - start for start, end in pairwise(ends)]
     if len(set(sizes)) == 1:  # dynamic trees, whose levels are equal but for the first
         return (torch.arange(ends[-1], device=device) + (sizes[0] - ends[0])) // sizes[0]
@@ -366,7 +392,7 @@ def trees_of_cells(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.flo
 
 
 def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
-    """Most drafted nodes and levels of each session."""
+    """Return most drafted nodes and levels of each session."""
     limits, depths = np.array([(max(budget.max_nodes - 1, 0), budget.max_depth) for budget in budgets]).T.copy()
     return limits, depths
 
@@ -383,6 +409,7 @@ def draw_chains(expansion: Expansion, words: Tensor, num_steps: int, proposal_to
         Float64 [S, L, 2 C + 1]: at each level C token ids, their C probabilities, and the place of the drawn one.
     """
     scores, count = expansion.first(), min(proposal_top_k, len(target_ids))
+    # Of C tokens, their C probabilities, and the place of the drawn one among them.
     drawn = torch.empty(words.shape[1], num_steps, 2 * count + 1, dtype=torch.float64, device=words.device)
     draw = _draw_kernel() if draws_by_kernels(words.device) else draw_children
     root = torch.zeros(words.shape[1], 1, dtype=torch.int64, device=words.device)
@@ -401,6 +428,7 @@ def draw_children(scores: Tensor, words: Tensor, level: int, k: int, draft_ids: 
     """
     kept = rank(scores[:, 0], k)
     ids = draft_ids[kept.ids]
+    # An exponential race with a seed of the drafter's own: argmin noise / prob.
     noise = exponential_noise_at(words[0], words[1] + level, ids)
     place = exponential_race(noise, kept.scores).clamp_(max=k - 1)[:, None]
     drawn[:, level] = torch.cat([ids.double(), kept.scores.double(), place.double()], 1)
@@ -416,13 +444,15 @@ def _draw_kernel() -> Callable[[Tensor, Tensor, int, int, Tensor, Tensor], Tenso
 def chain_trees(
     drawn: Sequence[Sequence[Sequence[float]]], contexts: Sequence[DraftContext], num_draft_tokens: int
 ) -> list[DraftTree]:
-    """The output of `draw_chains` on the host as trees, cut to the contexts' budgets and to `num_draft_tokens` nodes."""
+    """Return the output of `draw_chains` on the host as trees, cut to the contexts' budgets and to
+    `num_draft_tokens` nodes.
+    """
     lengths = [min(c.budget.max_depth, min(c.budget.max_nodes, num_draft_tokens) - 1) for c in contexts]
     return [_chain(c.tokens[-1], rows[:length]) for c, rows, length in zip(contexts, drawn, lengths, strict=True)]
 
 
 def _chain(root: int, rows: Sequence[Sequence[float]]) -> DraftTree:
-    """The chain down to the first level without probabilities, where the logits were no numbers."""
+    """Return the chain down to the first level without probabilities, where the logits were no numbers."""
     size = len(rows[0]) // 2 if rows else 0
     rows = list(takewhile(lambda row: row[size + int(row[-1])] > 0, rows))
     if not rows:
@@ -442,7 +472,7 @@ def _draft_probs(ids: Sequence[float], probs: Sequence[float]) -> DraftProbs:
 def forest_trees(
     sessions: Ints, parents: Ints, tokens: Ints, scores: Reals, chosen: npt.NDArray[np.bool_], roots: Sequence[int]
 ) -> DraftTrees:
-    """For each of the S sessions, the tree of its chosen nodes below its root.
+    """Return, for each of the S sessions, the tree of its chosen nodes below its root.
 
     Args:
         sessions, tokens: of each node, all sessions together; in each session parents come before children; all [K].
@@ -456,6 +486,7 @@ def forest_trees(
     of_places = sessions[places]
     ends = np.searchsorted(of_places, np.arange(len(roots) + 1))
     numbers = np.zeros(len(chosen) + 1, np.int64)
+    # Node numbers within each session, from 1: the place among the session's chosen nodes.
     numbers[places] = np.arange(len(places)) - ends[of_places] + 1
     above = np.maximum(parents[places], -1)
     assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
@@ -465,11 +496,12 @@ def forest_trees(
 
 
 def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:
-    """Places of the limits[g] first nodes of each group g in the order of the keys; the last key counts most.
+    """Return places of the limits[g] first nodes of each group g in the order of the keys; the last key counts most.
 
     Ties go to the earlier place. Example: groups [0, 0, 1, 0], limits [2, 1], key [3, 1, 5, 2] give places [1, 3, 2].
     """
     order = np.lexsort((*keys, groups))
     grouped = groups[order]
+    # The rank of each place within its sorted group.
     found: Ints = order[np.arange(len(order)) - np.searchsorted(grouped, grouped) < limits[grouped]]
     return found

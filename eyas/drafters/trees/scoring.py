@@ -126,9 +126,11 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
     temperature, scale = words[4:6].contiguous().view(torch.float64).float()
     if kind == "plain":
         return lambda logits, level: _log_softmax(without_nan(logits) / scale[:, None, None])
+    # Level l is drawn at position committed_length + l, with the noise of that position.
     positions_SL = committed_length[:, None] + torch.arange(levels, device=draft_ids.device)
     seeds_SL = seed[:, None].expand_as(positions_SL)
     exponentials = exponential_noise_at(seeds_SL.flatten(), positions_SL.flatten(), draft_ids)
+    # gumbel = -log e with e exponential: argmax (logit + T gumbel) is what the target draws at temperature T.
     gumbel_SLD = exponentials.log_().neg_().view(*positions_SL.shape, -1).mul_(temperature[:, None, None])
 
     def scores(logits: Tensor, level: int) -> Tensor:
@@ -161,6 +163,7 @@ def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: T
     columns = draft_ids.clamp(max=num_columns - 1)
 
     def scores(logits: Tensor, level: int) -> Scores:
+        # added [S, columns]: the bias of each token at this level; other draft ids read the last column, 0.
         applies = levels > level
         added = torch.zeros(len(contexts), num_columns, device=logits.device)
         where = upload(sessions[applies], logits.device), upload(tokens[applies], logits.device)
@@ -183,6 +186,7 @@ class MaskedScorer:
         self, scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor, path_masks: PathMasks | None
     ) -> None:
         self._scorer, self._contexts, self._path_masks = scorer, contexts, path_masks
+        # Bit id & 7 of byte id >> 3 says whether the grammar allows a token.
         self._draft_ids, self._bytes = draft_ids, draft_ids >> 3
         self._flags = (1 << (draft_ids & 7)).to(torch.uint8)
         self._paths: list[list[Path]] = [[()] for _ in contexts]
@@ -217,6 +221,7 @@ class MaskedScorer:
         """Return logits [S, R, D] as [S, W, D] with masks of some of these rows."""
         bits = upload(np.stack(list(masks.values())), logits.device)
         banned = (bits[:, self._bytes] & self._flags) == 0
+        # A mask that bans the whole draft vocabulary would leave no scores: it is dropped.
         banned &= ~banned.all(-1, keepdim=True)
         logits = logits.expand(-1, self._width, -1)
         if len(masks) == len(logits) * self._width:
@@ -317,6 +322,7 @@ def filtered_probs_of(filtered: Sequence[int] | Ints, num_sessions: int, device:
 
     def probs(logits: Tensor, filters: Filters) -> Tensor:
         num_rows = len(logits) // num_sessions
+        # Rows of a session stand together: row r of session s is s * R + r.
         rows = sessions[:, None] * num_rows + torch.arange(num_rows, device=device)
         return filtered_probs(logits, filters, rows.flatten())
 
