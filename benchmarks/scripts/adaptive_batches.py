@@ -246,7 +246,7 @@ class Bench:
         for place, prompt in enumerate(prompts):
             engine.submit(Request(f"{place}", prompt, replace(sampling, seed=10_000 * index + place)))
         while engine.has_work:
-            running, step_began, before = engine._scheduler.running, clock(), sum(map(len, outputs))
+            running, step_began, before = engine.scheduler.running, clock(), sum(map(len, outputs))
             is_steady = len(running) >= 0.9 * batch and not any(sequence.prefilling for sequence in running)
             for chunk in engine.step():
                 outputs[int(chunk.request_id)] += chunk.token_ids
@@ -285,7 +285,7 @@ class Bench:
         for temperature in s.temperatures:
             prompts, budget = self.prompts(0, self.BOUND_SEQUENCES), RecordingBudget()
             engine, _ = self._engine("fixed", prompts, len(prompts))
-            engine._budget = budget
+            engine.budget = budget
             for index, prompt in enumerate(prompts):
                 engine.submit(
                     Request(f"{index}", prompt, SamplingParams(s.max_tokens, temperature, seed=index, ignore_eos=True))

@@ -139,14 +139,14 @@ def build(num_sequences: int, context: int, steps: int) -> Engine:
     engine = assemble_engine(target, fuser, config, TreeConfig(len(PARENTS), 3, 5), FixedTrees())
     memory = SlotMemory(num_sequences, num_slots // num_sequences, target.device)
     packing = KernelBackend(target, TILING, num_slots, memory)
-    engine._runner.backend = InstantBackend(packing, num_sequences * max(len(PARENTS), context))
+    engine.runner.backend = InstantBackend(packing, num_sequences * max(len(PARENTS), context))
     keep_features(engine)
     return engine
 
 
 def keep_features(engine: Engine) -> None:
     """Fuse the states of each pass in the pass, as on a GPU."""
-    runner = engine._runner
+    runner = engine.runner
     assert runner._fuser is not None
     runner.kv_cache.features = runner.kv_cache.features.new_zeros(runner.kv_cache.scratch + 1, runner._fuser.width)
     runner.kv_cache.state_layers = ()
@@ -155,7 +155,7 @@ def keep_features(engine: Engine) -> None:
 @contextmanager
 def marked(engine: Engine, clock: PartClock) -> Iterator[None]:
     """Mark the ends of the parts of every step inside the context."""
-    runner, drafting, scheduler = engine._runner, engine._draft_manager, engine._scheduler
+    runner, drafting, scheduler = engine.runner, engine.draft_manager, engine.scheduler
     ends = partial(partial, clock.end)
     replaced: list[tuple[Any, str, Any]] = []
 

@@ -112,7 +112,7 @@ class _Stopwatch:
 
     def __init__(self, engine: Engine) -> None:
         self.seconds = 0.0
-        manager = engine._grammars
+        manager = engine.grammars
         start = manager.start
 
         def timed(*args: Any) -> Callable[[], TokenMasks]:
@@ -142,10 +142,10 @@ def build(method: str) -> Engine:
 def run(engine: Engine, stopwatch: _Stopwatch, method: str, name: str, requests: Sequence[Request], drafter: str) -> Outcome:
     """Generate one request after the other. drafter: which masks it gets, see NOTE."""
     stats, tokens = GenerationStats(), list[tuple[int, ...]]()
-    root_masks, stopwatch.seconds = engine._grammars.root_masks, 0.0
+    root_masks, stopwatch.seconds = engine.grammars.root_masks, 0.0
     if drafter == "none":
-        engine._grammars.root_masks = lambda tokens_of: {}  # type: ignore[method-assign]
-    engine._draft_manager.use_path_masks(engine._grammars.path_masks if drafter == "paths" else lambda paths: dict)
+        engine.grammars.root_masks = lambda tokens_of: {}  # type: ignore[method-assign]
+    engine.draft_manager.use_path_masks(engine.grammars.path_masks if drafter == "paths" else lambda paths: dict)
     started = time.process_time()
     for request in requests:
         engine.submit(request)
@@ -156,7 +156,7 @@ def run(engine: Engine, stopwatch: _Stopwatch, method: str, name: str, requests:
                 output += chunk.token_ids
         tokens.append(tuple(output))
     seconds = time.process_time() - started
-    engine._grammars.root_masks = root_masks  # type: ignore[method-assign]
+    engine.grammars.root_masks = root_masks  # type: ignore[method-assign]
     temperature = requests[0].sampling.temperature
     return Outcome(method, name, temperature, drafter, seconds, stopwatch.seconds, stats.num_verify_steps, tuple(tokens))
 

@@ -216,7 +216,7 @@ class StageClock:
 def timed_stages(engine: Engine, now: Callable[[], float]) -> Iterator[StageClock]:
     """Time the stages of every step inside the context; the wait for the device at each mark slows the steps a little."""
     clock = StageClock(now)
-    scheduler, drafting, runner = engine._scheduler, engine._draft_manager, engine._runner
+    scheduler, drafting, runner = engine.scheduler, engine.draft_manager, engine.runner
     with (
         _marked(engine, "step", before=clock.start, after=lambda _: clock.end("request")),
         _marked(drafting, "collect", before=lambda: clock.end("schedule"), after=lambda _: clock.end("drafts")),

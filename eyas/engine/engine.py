@@ -90,6 +90,8 @@ class StepReport:
 class Engine:
     """Requests in, chunks out. Not safe for use from several threads.
 
+    Its parts are public: `scheduler`, `draft_manager`, `runner`, `budget` and `grammars`.
+
     Args:
         max_model_len: most tokens of prompt and output together.
         budget: sizes of draft trees, always the largest by default.
@@ -111,14 +113,14 @@ class Engine:
     ) -> None:
         kernels()  # loaded before the first step
         self._clock, self._cost_clock = clock, cost_clock or clock
-        self._budget = budget or FixedDraftBudget()
-        self._scheduler = scheduler
-        self._draft_manager = draft_manager
-        self._runner = runner
+        self.budget = budget or FixedDraftBudget()
+        self.scheduler = scheduler
+        self.draft_manager = draft_manager
+        self.runner = runner
         target = runner.target
         self._rules = LogitRules(target.eos_ids)
-        self._grammars = GrammarManager(target.eos_ids, target.vocab_size)
-        draft_manager.use_path_masks(self._grammars.path_masks)
+        self.grammars = GrammarManager(target.eos_ids, target.vocab_size)
+        draft_manager.use_path_masks(self.grammars.path_masks)
         self._tree_sizes: dict[str, int] = {}
         self._request_s = 0.0  # that the last request for trees took
         self._ended: float | None = None  # when the last step did, if there was more to do
@@ -135,19 +137,19 @@ class Engine:
             most where the device has no memory for all of the step.
         """
         self.report = StepReport()
-        cancelled = self._scheduler.reap()
+        cancelled = self.scheduler.reap()
         if cancelled:
             self._release([chunk.request_id for chunk in cancelled])
 
         started, cost_started = self._clock(), self._cost_clock()
-        drafts = self._draft_manager.collect()
-        if self._grammars.outputs:
-            drafts = self._grammars.prune(drafts, self._tree_sizes)
+        drafts = self.draft_manager.collect()
+        if self.grammars.outputs:
+            drafts = self.grammars.prune(drafts, self._tree_sizes)
         if drafts:
             drafts = self._pruned(drafts)
         collected, cost_collected = self._clock(), self._cost_clock()
 
-        batch = self._scheduler.schedule(drafts)
+        batch = self.scheduler.schedule(drafts)
         outputs = StepOutputs.without_draws(0)
         pass_s = 0.0
         if batch:
@@ -155,9 +157,9 @@ class Engine:
             outputs = self._verified(batch, meanwhile)
             pass_s = self._cost_clock() - began
             edited = None  # requests with other trees than the drafter's, to which samples mean nothing
-            if self._draft_manager.needs_samples:
+            if self.draft_manager.needs_samples:
                 edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
-            committed = self._scheduler.commit(batch, outputs, edited)
+            committed = self.scheduler.commit(batch, outputs, edited)
             self._release(committed.ended)
             chunks = Chunks([*cancelled, *committed.last], committed.emissions, committed.finished)
         else:
@@ -167,9 +169,9 @@ class Engine:
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
         between = None if self._ended is None else cost_started - self._ended
         draft_s, host_s = cost_collected - cost_started + self._request_s, self._cost_clock() - cost_collected - pass_s
-        self._budget.observe(batch, outputs, StepTimes(draft_s, pass_s, between, host_s))
+        self.budget.observe(batch, outputs, StepTimes(draft_s, pass_s, between, host_s))
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
-        admitted, preempted = tuple(self._scheduler.admitted), tuple(self._scheduler.preempted)
+        admitted, preempted = tuple(self.scheduler.admitted), tuple(self.scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted, tuple(chunks.ended))
 
         began = self._cost_clock()
@@ -191,18 +193,18 @@ class Engine:
         threads, so masks are not computed again.
         """
         if wait_for_masks is None:
-            wait_for_masks = TokenMasks if not self._grammars.outputs else self._grammars.start(_logit_rows(batch))
+            wait_for_masks = TokenMasks if not self.grammars.outputs else self.grammars.start(_logit_rows(batch))
         try:
-            draws_on_ranks = self._runner.target.shared_vocabulary is not None
+            draws_on_ranks = self.runner.target.shared_vocabulary is not None
             rows = drawn_rows(batch)
-            output = self._runner.forward(step_segments(batch, rows, draws_on_ranks))
+            output = self.runner.forward(step_segments(batch, rows, draws_on_ranks))
             are_alone = _want_tokens_alone(batch, rows) and all(output.is_drawn)
             logit_rows = () if are_alone else _logit_rows(batch)
             return verify(logit_rows, rows, output, self._rules, wait_for_masks, meanwhile)
         except torch.OutOfMemoryError as error:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])
             problem = f"no memory for a step of {num_rows} rows"
-            reason = out_of_memory_text(problem, self._runner.target.device, FOR_STEP, error)
+            reason = out_of_memory_text(problem, self.runner.target.device, FOR_STEP, error)
         torch.cuda.empty_cache()  # outside of `except`, where the error still holds the pass's tensors
         if len(batch) == 1:
             log.error("request %s ends: %s", batch[0].sequence.request.id, reason)
@@ -223,7 +225,7 @@ class Engine:
         Safe for use from any thread. Raises as `submit`, also in the future.
         """
         check_request(request, self.vocab_size, self.max_model_len)
-        structured, has_drafts = request.sampling.structured_outputs, self._draft_manager.drafts(request)
+        structured, has_drafts = request.sampling.structured_outputs, self.draft_manager.drafts(request)
         assert structured is not None, "checked"
         output = request.prompt_ids[len(request.prompt_ids) - request.num_emitted :]
         return self._compiler.matchers(structured, output, has_drafts, request.tenant)
@@ -234,90 +236,90 @@ class Engine:
         matchers: of its structured_outputs, as `follow` gives them; None waits for them here.
         Raises InvalidRequest if it can never be served, Overloaded if the queue is full.
         """
-        target = self._runner.target
+        target = self.runner.target
         check_request(request, target.vocab_size, self.max_model_len)
         check_engine_request(request, target.vocab_size, target.eos_ids)
         if request.sampling.structured_outputs is not None:
             matchers = matchers or self.follow(request).result()
-        self._scheduler.add(request)
+        self.scheduler.add(request)
         if matchers is not None:
-            self._grammars.add(request, matchers)
+            self.grammars.add(request, matchers)
 
     def cancel(self, request_id: str) -> None:
         """End a request; the next step yields its final chunk and frees everything. Unknown ids are ignored."""
-        self._scheduler.cancel(request_id)
+        self.scheduler.cancel(request_id)
 
     @property
     def has_work(self) -> bool:
         """Return whether `step` has anything to do."""
-        return bool(self._scheduler.sequences)
+        return bool(self.scheduler.sequences)
 
     @property
     def can_overlap(self) -> bool:
         """Return whether the next step waits for a device, not for a draft service; a drafter in this
         process works first.
         """
-        return self.has_work and self._runner.runs_beside_host and not self._draft_manager.is_awaited
+        return self.has_work and self.runner.runs_beside_host and not self.draft_manager.is_awaited
 
     @property
     def load(self) -> EngineLoad:
-        cache = self._scheduler.cache
+        cache = self.scheduler.cache
         return EngineLoad(
-            num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
             free_kv_tokens=cache.num_available,
-            num_kv_tokens=self._scheduler.config.max_kv_tokens,
+            num_kv_tokens=self.scheduler.config.max_kv_tokens,
             cached_kv_tokens=cache.num_cached,
-            queued_kv_tokens=self._scheduler.waiting.num_tokens,
-            tree_nodes=self._budget.num_nodes,
-            max_num_seqs=self._scheduler.config.max_num_seqs,
-            num_prompt_tokens=self._scheduler.num_prompt_tokens,
-            num_cached_tokens=self._scheduler.num_cached_tokens,
+            queued_kv_tokens=self.scheduler.waiting.num_tokens,
+            tree_nodes=self.budget.num_nodes,
+            max_num_seqs=self.scheduler.config.max_num_seqs,
+            num_prompt_tokens=self.scheduler.num_prompt_tokens,
+            num_cached_tokens=self.scheduler.num_cached_tokens,
         )
 
     @property
     def target(self) -> TargetModel:
         """The model that it runs; of several ranks, the shard of rank 0."""
-        return self._runner.target
+        return self.runner.target
 
     @property
     def vocab_size(self) -> int:
-        return self._runner.target.vocab_size
+        return self.runner.target.vocab_size
 
     def cached_blocks(self, limit: int) -> list[int]:
         """Return the hashes of at most `limit` blocks of the prefix cache, the most useful ones; see
         eyas.protocol.prefix_hash.
         """
-        return self._scheduler.cache.cached_blocks(limit)
+        return self.scheduler.cache.cached_blocks(limit)
 
     def check(self) -> None:
         """Assert the integrity of slots, owners and cached prefixes. Valid between steps."""
-        self._scheduler.check()
+        self.scheduler.check()
 
     def _request_drafts(self) -> None:
         """Have the next step's trees drafted, as large as the budget allows."""
-        running = self._scheduler.running
-        ready = self._draft_manager.ready(running)
+        running = self.scheduler.running
+        ready = self.draft_manager.ready(running)
         decoding = [sequence.request.id for sequence in ready if not sequence.prefilling]
         num_plain = sum([not sequence.prefilling for sequence in running]) - len(decoding)
         prefilling = [len(s.tokens) - s.computed for s in running if s.prefilling]
-        num_prompt_rows = min(sum(prefilling), self._scheduler.config.max_prefill_tokens)
+        num_prompt_rows = min(sum(prefilling), self.scheduler.config.max_prefill_tokens)
         num_context_tokens = sum([sequence.computed for sequence in running])
         step = NextStep(len(prefilling), num_prompt_rows, num_context_tokens)
-        sizes = self._budget.choose(decoding, self._scheduler.max_tree_nodes, num_plain, step)
-        if self._budget.num_nodes == 1 and not (
-            prefilling and self._budget.takes_prompts and self._draft_manager.takes_prompts
+        sizes = self.budget.choose(decoding, self.scheduler.max_tree_nodes, num_plain, step)
+        if self.budget.num_nodes == 1 and not (
+            prefilling and self.budget.takes_prompts and self.draft_manager.takes_prompts
         ):
             return  # no request drafts
-        budgets = self._scheduler.tree_budgets(ready, sizes, self._budget.tokens_per_s)
+        budgets = self.scheduler.tree_budgets(ready, sizes, self.budget.tokens_per_s)
         pairs = list(zip(ready, budgets, strict=True))
         ruled = [s for s, budget in pairs if not s.request.wants_tokens_alone and budget.wants_tree]
         known = {s.request.id: self._rules.known_biases(s.request, s.tokens) for s in ruled}
         biases, masks = {name: found for name, found in known.items() if found}, dict[str, bytes]()
-        if self._grammars.outputs:
+        if self.grammars.outputs:
             self._tree_sizes = {s.request.id: budget.max_nodes for s, budget in pairs}
-            masks = self._grammars.root_masks({s.request.id: s.tokens for s in ruled})
-        self._draft_manager.request(ready, budgets, masks, biases)
+            masks = self.grammars.root_masks({s.request.id: s.tokens for s in ruled})
+        self.draft_manager.request(ready, budgets, masks, biases)
 
     def _pruned(self, drafts: list[DraftReply]) -> list[DraftReply]:
         """Return the replies without the nodes that cost more than they yield.
@@ -325,11 +327,11 @@ class Engine:
         Sampled trees stay whole, because whether a node is verified must not depend on its token. So do trees of a drafter
         that needs the target's samples at all of their nodes.
         """
-        if self._draft_manager.needs_samples:
+        if self.draft_manager.needs_samples:
             return drafts
         found = [(i, reply.tree) for i, reply in enumerate(drafts) if reply.tree is not None and not reply.tree.sampled]
-        num_decoding = sum([not sequence.prefilling for sequence in self._scheduler.running])
-        pruned = self._budget.prune([tree for _, tree in found], max(num_decoding - len(found), 0))
+        num_decoding = sum([not sequence.prefilling for sequence in self.scheduler.running])
+        pruned = self.budget.prune([tree for _, tree in found], max(num_decoding - len(found), 0))
         for (i, whole), tree in zip(found, pruned, strict=True):
             if tree is not whole:
                 drafts[i] = drafts[i]._replace(tree=tree)
@@ -338,8 +340,8 @@ class Engine:
     def _release(self, request_ids: Seq[str]) -> None:
         """Free what requests that have ended hold outside the scheduler."""
         self._rules.release(request_ids)
-        self._grammars.release(request_ids)
-        self._draft_manager.release(request_ids)
+        self.grammars.release(request_ids)
+        self.draft_manager.release(request_ids)
 
 
 def _want_tokens_alone(batch: Seq[ScheduledSequence], rows: DrawnRows) -> bool:

@@ -64,7 +64,7 @@ def test_both_engines_take_the_scales_of_the_checkpoint(tiny_target: str) -> Non
     parts = BenchParts(target, None, ReplayDrafter(target.vocab_size))
     config = EngineConfig(max_kv_tokens=64, kv_cache_dtype="fp8")
     engines = [contender.engine for contender in engine_contenders(settings_for(tiny_target), parts, config).values()]
-    assert [engine._runner.kv_cache.scales for engine in engines] == [target.kv_scales] * 2
+    assert [engine.runner.kv_cache.scales for engine in engines] == [target.kv_scales] * 2
 
 
 def test_a_target_whose_output_depends_on_its_trees_fails(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,12 +69,12 @@ def test_stages_add_up_to_the_step_and_belong_to_their_parts(tiny_target: str) -
 
 def test_an_engine_is_unchanged_when_tracing_stops(tiny_target: str) -> None:
     engine = make_engine(tiny_target, Clock())
-    before = set(vars(engine)) | set(vars(engine._scheduler)) | set(vars(engine._runner))
+    before = set(vars(engine)) | set(vars(engine.scheduler)) | set(vars(engine.runner))
     with timed_stages(engine, float) as marks:
         engine.step()
     engine.step()
     assert len(marks.steps) == 1
-    assert set(vars(engine)) | set(vars(engine._scheduler)) | set(vars(engine._runner)) == before
+    assert set(vars(engine)) | set(vars(engine.scheduler)) | set(vars(engine.runner)) == before
 
 
 def step(num_sequences: int, prefills: bool = False, **stages: float) -> TimedStep:

@@ -59,7 +59,7 @@ def soak(num_requests: int, target: str, head: str, seed: int = 0) -> Soak:
     )
     live: list[str] = []
     submitted, step, settled, started = 0, 0, 0.0, time.monotonic()
-    engine._scheduler._clock = lambda: step * STEP_SECONDS
+    engine.scheduler._clock = lambda: step * STEP_SECONDS
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
         task = progress.add_task("requests", total=num_requests)
         while submitted < num_requests or engine.has_work:
@@ -82,7 +82,7 @@ def soak(num_requests: int, target: str, head: str, seed: int = 0) -> Soak:
                 settled = peak_memory()
             progress.update(task, completed=found.num_finished + found.num_cancelled)
     engine.check()
-    found.num_preemptions = engine._scheduler.num_preemptions
+    found.num_preemptions = engine.scheduler.num_preemptions
     found.num_owned = NUM_SLOTS - engine.load.free_kv_tokens
     found.num_draft_slots = DRAFT_SLOTS - drafter.sessions.num_free  # type: ignore[attr-defined]
     found.growth = peak_memory() - settled

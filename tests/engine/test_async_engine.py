@@ -212,7 +212,7 @@ def test_chunks_are_sent_while_something_else_works(
     config, events = fixed_config(max_kv_tokens=1024, emulated_device=str(tmp_path / "costs.json")), list[str]()
     drafter = EmptyService(events) if has_service else None
     engine = assemble_engine(target, None, config, TreeConfig(num_steps=5), drafter, clock=VirtualClock())
-    forward = engine._runner.backend.forward
+    forward = engine.runner.backend.forward
 
     def noted_forward(packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         events.append("pass")
@@ -227,7 +227,7 @@ def test_chunks_are_sent_while_something_else_works(
         events.append("sent")
         return chunks
 
-    engine._runner.backend.forward = noted_forward  # type: ignore[method-assign]
+    engine.runner.backend.forward = noted_forward  # type: ignore[method-assign]
     monkeypatch.setattr(verify, "download", noted_download)
 
     async def body(loop: AsyncEngine) -> None:

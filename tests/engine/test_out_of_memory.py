@@ -72,7 +72,7 @@ def test_a_drafter_captured_without_memory_is_not_blamed() -> None:
 
 def limited(engine: Engine, monkeypatch: pytest.MonkeyPatch, fits: Callable[[Sequence[Segment]], bool]) -> list[int]:
     """Let passes that do not fit run out of memory. Returns the segments of each pass that ran."""
-    forward, counts = engine._runner.forward, list[int]()
+    forward, counts = engine.runner.forward, list[int]()
 
     def run_if_it_fits(segments: Sequence[Segment]) -> StepOutput:
         if not fits(segments):
@@ -80,7 +80,7 @@ def limited(engine: Engine, monkeypatch: pytest.MonkeyPatch, fits: Callable[[Seq
         counts.append(len(segments))
         return forward(segments)
 
-    monkeypatch.setattr(engine._runner, "forward", run_if_it_fits)
+    monkeypatch.setattr(engine.runner, "forward", run_if_it_fits)
     return counts
 
 

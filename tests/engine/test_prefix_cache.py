@@ -124,7 +124,7 @@ def test_rejected_rows_never_enter_the_cache(tiny_target: str, tiny_head: str) -
 
 def contents(engine: Engine, tokens: list[int]) -> list[torch.Tensor]:
     """Keys, values and features that the cache holds for tokens; it must hold all of them."""
-    cache, pools = engine._scheduler.cache, engine._runner.kv_cache
+    cache, pools = engine.scheduler.cache, engine.runner.kv_cache
     prefix = cache.find(torch.tensor(tokens).numpy())
     assert len(prefix.slots) == len(tokens)
     cache.release(prefix, 0.0)
@@ -136,4 +136,4 @@ def test_a_failed_request_leaves_nothing_in_the_prefix_cache(tiny_target: str, t
     with token_without_numbers(engine, 47):
         chunks = run(engine, {0: [Request("bad", (47, 5, 6), replace(GREEDY, seed=0))]})
     assert chunks["bad"][-1].finish_reason == "error"
-    assert (engine._scheduler.cache.num_cached, engine.load.free_kv_tokens) == (0, 1024)
+    assert (engine.scheduler.cache.num_cached, engine.load.free_kv_tokens) == (0, 1024)

@@ -31,7 +31,7 @@ def test_preempted_requests_equal_the_plain_loop(name: str, kinds: str, tiny_tar
     chunks = run(engine, {0: requests[:2], 2: requests[2:4], 9: requests[4:]})
     for request in requests:
         assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
-    assert engine._scheduler.num_preemptions > 0
+    assert engine.scheduler.num_preemptions > 0
     assert engine.load.free_kv_tokens == 90
 
 
@@ -54,7 +54,7 @@ def test_a_preempted_request_drafts_again(tiny_target: str, tiny_head: str) -> N
     engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head, max_kv_tokens=80)
     requests = [Request(f"r{i}", (i + 3, 5, 6), replace(PARAMS["greedy"], seed=0, max_tokens=60)) for i in range(2)]
     chunks = run(engine, {0: requests})
-    assert engine._scheduler.num_preemptions > 0
+    assert engine.scheduler.num_preemptions > 0
     last = [chunk.verify_step for chunk in chunks["r1"] if chunk.verify_step][-12:]
     assert sum(r.drafted > 0 for r in last if r) > 6
 

@@ -160,7 +160,7 @@ def test_every_method_equals_plain_constrained_decoding(name: str, target: str, 
 def test_a_step_in_parts_follows_each_grammar_once(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without memory for all sequences at once. Two threads on one grammar would spoil its state."""
     engine, running, twice, masks = make_engine(target, RandomDrafter(48)), set[int](), list[int](), FollowedOutput.masks
-    forward = engine._runner.forward
+    forward = engine.runner.forward
 
     def forward_one(segments: Any) -> Any:
         if len(segments) > 1:
@@ -176,7 +176,7 @@ def test_a_step_in_parts_follows_each_grammar_once(target: str, monkeypatch: pyt
         finally:
             running.discard(id(output))
 
-    monkeypatch.setattr(engine._runner, "forward", forward_one)
+    monkeypatch.setattr(engine.runner, "forward", forward_one)
     monkeypatch.setattr(FollowedOutput, "masks", slow_masks)
     assert tokens_of(run(engine, requests_at(0.0))) == plain_outputs(target, 0.0)
     assert not twice
@@ -217,7 +217,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(name: str, target: str, t
     limits = {"max_kv_tokens": 50}
     engine = case_engine(name, target, tiny_head, **limits) if name != "none" else make_engine(target, **limits)
     assert tokens_of(run(engine, requests_at(1.0, max_tokens=30))) == plain_outputs(target, 1.0, 30)
-    assert engine._scheduler.num_preemptions > 0
+    assert engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize("num_emitted", [1, 3, 7])
@@ -389,8 +389,8 @@ def test_a_dead_end_in_a_draft_ends_no_drafts(target: str) -> None:
     token = {text: load_tokenizer(target).tokenizer.token_to_id(text) for text in "zk"}
     structured = StructuredOutputs(regex="z\u00e9|k{9}")
     request, engine = Request("r", (5,), SamplingParams(seed=1, structured_outputs=structured)), make_engine(target)
-    engine._grammars.add(request, matchers_of(engine, structured))
-    output = engine._grammars.outputs["r"]
+    engine.grammars.add(request, matchers_of(engine, structured))
+    output = engine.grammars.outputs["r"]
     tree = DraftTree.of((5, token["z"], token["k"], token["k"]), (0, 0, 0, 2), (0.0, -1.0, -2.0, -3.0))
     masks = output.masks(request.prompt_ids, tree, 1.0)
     assert masks.unvisited == {1}
@@ -405,7 +405,7 @@ def test_a_dead_end_in_a_draft_ends_no_drafts(target: str) -> None:
 
 def test_trees_are_pruned_beside_the_engines_thread(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, all_threads, own_thread = make_engine(target, RandomDrafter(48)), list[float](), list[float]()
-    prune = engine._grammars.prune
+    prune = engine.grammars.prune
 
     def timed(*args: Any) -> list[DraftReply]:
         started, own = time.process_time(), time.thread_time()
@@ -414,7 +414,7 @@ def test_trees_are_pruned_beside_the_engines_thread(target: str, monkeypatch: py
         own_thread.append(time.thread_time() - own)
         return replies
 
-    monkeypatch.setattr(engine._grammars, "prune", timed)
+    monkeypatch.setattr(engine.grammars, "prune", timed)
     for name in "abcd":
         engine.submit(replace(hostile_request(100), id=name))
     for _ in range(5):
@@ -462,8 +462,8 @@ def test_outputs_are_the_same_if_time_runs_out_anywhere(
 def test_a_sampled_tree_is_cut_between_families(max_nodes: int, target: str) -> None:
     engine = make_engine(target)
     request = next(request for request in requests_at(1.0) if request.id == "regex")
-    engine._grammars.add(request, matchers_of(engine, ambiguous(1)))
-    output = engine._grammars.outputs[request.id]
+    engine.grammars.add(request, matchers_of(engine, ambiguous(1)))
+    output = engine.grammars.outputs[request.id]
     token = {text: load_tokenizer(target).tokenizer.token_to_id(text) for text in "kabz"}
     tokens = (request.prompt_ids[-1], *(token[text] for text in "kzazb"))
     probs = DraftProbs(tuple(sorted(token.values())), (0.25,) * 4)

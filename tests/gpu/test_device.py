@@ -119,8 +119,8 @@ def test_deterministic_drafts_change_no_token(
     target, outputs = load_target(tiny_target, dtype, "cuda"), []
     for tree in (TREE, TreeConfig(1, 0, 1)):
         engine = make_engine(target, tree, True, deterministic=True, kv_cache_dtype=kv_cache_dtype)
-        assert isinstance(engine._runner, BatchInvariantRunner)
-        assert engine._runner.keeps_batches
+        assert isinstance(engine.runner, BatchInvariantRunner)
+        assert engine.runner.keeps_batches
         outputs.append(generate(engine, temperature))
     assert outputs[0] == outputs[1]
 

@@ -84,7 +84,7 @@ def test_drafts_do_not_change_the_tokens(name: str, deterministic: bool, tiny_ta
     outputs = []
     for drafter in (None, RandomDrafter(48)):
         engine = assemble_engine(shared_target(tiny_target), None, config, TreeConfig(7, 4, 4), drafter)
-        assert engine._runner.kv_cache.keys[0].dtype == KV_CACHE_DTYPES[name]
+        assert engine.runner.kv_cache.keys[0].dtype == KV_CACHE_DTYPES[name]
         for sampling in params:
             engine.submit(Request(f"{sampling.seed}", tuple(range(3, 24)), sampling))
         emitted: dict[str, list[int]] = {}

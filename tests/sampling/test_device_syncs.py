@@ -56,8 +56,8 @@ ASKED = (
 
 def run(engine: Engine, more: int = 3) -> list[list[str]]:
     """The waits of each step with requests that ask for everything, alone and side by side. Each has `more` tokens more."""
-    forward, noted = engine._runner.backend.forward, list[list[str]]()
-    engine._runner.backend.forward = unwatched(forward)  # type: ignore[method-assign]
+    forward, noted = engine.runner.backend.forward, list[list[str]]()
+    engine.runner.backend.forward = unwatched(forward)  # type: ignore[method-assign]
     for i, sampling in enumerate(ASKED):
         engine.submit(Request(f"{i}", tuple(range(3, 10 + i)), replace(sampling, seed=i, max_tokens=8 + more * i)))
     step = watched(engine.step, noted)
@@ -139,7 +139,7 @@ def test_little_stands_between_results_and_the_next_pass(
     drafter.needs = DrafterNeeds(features=True)
     drafter.propose = unwatched(drafter.propose)  # type: ignore[method-assign]
     engine, noted = make_engine(drafter, tiny_target, tiny_head, "match"), list[str]()
-    engine._runner.backend = PackedForKernels(engine.target, noted)
+    engine.runner.backend = PackedForKernels(engine.target, noted)
     keep_features(engine)
 
     def noted_download(*tensors: torch.Tensor) -> list[npt.NDArray[np.float64]]:
@@ -175,9 +175,9 @@ def calls_of_a_step(engine: Engine, num_requests: int) -> int:
 
         return run
 
-    drafter: Any = engine._draft_manager._drafter
-    drafter.propose, engine._runner.backend.forward = (  # type: ignore[method-assign]
-        unnoted(work) for work in (drafter.propose, engine._runner.backend.forward)
+    drafter: Any = engine.draft_manager._drafter
+    drafter.propose, engine.runner.backend.forward = (  # type: ignore[method-assign]
+        unnoted(work) for work in (drafter.propose, engine.runner.backend.forward)
     )
     for i in range(num_requests):
         engine.submit(Request(f"{i}", tuple(range(3, 10)), replace(GREEDY, seed=i, max_tokens=100)))
@@ -200,7 +200,7 @@ def test_a_sequence_adds_few_calls_to_a_step(tiny_target: str, tiny_head: str) -
     for num_requests in (4, 12):
         drafter = ChainDrafter()
         engine = make_engine(drafter, tiny_target, tiny_head, "match")
-        engine._runner.backend = PackedForKernels(engine.target, [])
+        engine.runner.backend = PackedForKernels(engine.target, [])
         calls.append(calls_of_a_step(engine, num_requests))
     assert calls[1] - calls[0] <= 8 * MAX_CALLS, calls
 

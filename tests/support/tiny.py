@@ -131,7 +131,7 @@ def shared_target(folder: str, aux_hidden_state_layers: tuple[int, ...] = ()) ->
 @contextmanager
 def token_without_numbers(engine: Engine, token: int) -> Iterator[None]:
     """While the context is open, logits behind this token are not numbers."""
-    weight = engine._runner.target.model.get_input_embeddings().weight
+    weight = engine.runner.target.model.get_input_embeddings().weight
     with torch.no_grad():
         before = weight[token].clone()
         weight[token] = float("nan")

@@ -199,13 +199,13 @@ def test_the_budget_sees_prompts(tiny_target: str) -> None:
 def test_trees_adapt_on_a_cpu_by_default(acceptance: AcceptanceRule, tiny_target: str) -> None:
     config = EngineConfig(max_kv_tokens=256, max_num_seqs=2, acceptance=acceptance)
     engine = assemble_engine(shared_target(tiny_target), None, config, TREE, SamplingDrafter(48))
-    assert isinstance(engine._budget, AdaptiveDraftBudget)
+    assert isinstance(engine.budget, AdaptiveDraftBudget)
 
 
 def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str, list[int]]) -> None:
     config = EngineConfig(max_kv_tokens=1024, draft_budget="adaptive")
     engine = assemble_engine(shared_target(tiny_target), None, config, TREE, RandomDrafter(48))
-    assert isinstance(engine._budget, AdaptiveDraftBudget)
+    assert isinstance(engine.budget, AdaptiveDraftBudget)
     assert run(engine) == expected
     with pytest.raises(ConfigError, match="budget is 'on'; it must be one of auto, fixed, adaptive"):
         replace(config, draft_budget="on")  # type: ignore[arg-type]
@@ -220,9 +220,9 @@ def test_states_are_fused_for_those_who_draft_alone(
     target = shared_target(tiny_target, fuser.aux_hidden_state_layers)
     drafter, budget = FeatureDrafter(), PausingBudget()
     engine = assemble_engine(target, fuser, EngineConfig(max_kv_tokens=512, draft_budget="fixed"), TREE, drafter)
-    engine._budget = budget
+    engine.budget = budget
     fused: list[int] = []
-    engine._runner._fuser.register_forward_hook(lambda module, args, output: fused.append(len(output)))  # type: ignore[union-attr]
+    engine.runner._fuser.register_forward_hook(lambda module, args, output: fused.append(len(output)))  # type: ignore[union-attr]
     for request in REQUESTS:
         engine.submit(request)
     for _ in range(5):
@@ -257,6 +257,6 @@ def test_the_warm_up_is_short_and_leaves_nothing_behind(method: str) -> None:
     engine.check()
     assert engine.load.free_kv_tokens == 512
     assert len(released) == 8
-    verify = engine._budget._verify  # type: ignore[attr-defined]
+    verify = engine.budget._verify  # type: ignore[attr-defined]
     assert 0 < verify.at(1) <= verify.at(1024)
     assert 2 <= len(verify.sizes) <= 12, "sizes 1, 4, 16, 32 and so on, as long as the time limit allows"

@@ -77,7 +77,7 @@ def test_what_a_context_costs_is_measured_at_start(tiny_target: str) -> None:
     config = EngineConfig(max_kv_tokens=4096, draft_budget="adaptive", emulated_device="llama-3.1-8b@h200")
     engine = assemble_engine(load_target(tiny_target), None, config, TreeConfig(), RandomDrafter(48), clock=VirtualClock())
     expected = DeviceCosts.read("llama-3.1-8b@h200").passes["verify"].us_per_context_token
-    assert 1e6 * engine._budget._context_token_s == pytest.approx(expected)  # type: ignore[attr-defined]
+    assert 1e6 * engine.budget._context_token_s == pytest.approx(expected)  # type: ignore[attr-defined]
 
 
 def test_a_pause_at_one_size_makes_no_larger_one_dearer() -> None:
