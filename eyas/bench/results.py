@@ -123,7 +123,10 @@ class SpeedComparison:
         """Return the comparison in a line, for those who wait for the report."""
         speeds = [f"{name} {speed} tokens/s" for name, speed in self.tokens_per_second.items()]
         if self.tau is not None:
-            speeds.append(f"{SPECULATIVE} / {PLAIN} {self.ratios[f'{SPECULATIVE} / {PLAIN}']}, tau {self.tau:.2f}")
+            ratio = self.ratios[f"{SPECULATIVE} / {PLAIN}"]
+            speeds.append(f"{SPECULATIVE} / {PLAIN} {ratio}, tau {self.tau:.2f}")
+            if ratio.median < 1:
+                speeds.append(f"drafts of this method cost more than the {self.tau:.2f} tokens a step save here")
         return f"temperature {self.temperature:g}, batch {self.batch}: {', '.join(speeds)}"
 
 

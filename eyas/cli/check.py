@@ -45,16 +45,21 @@ def head(
     write: Annotated[bool, typer.Option("--write", help="Record the best wiring in the head's config.json.")] = False,
 ) -> None:
     """Find the wiring of a draft head. Exit status 1 if it guesses no better than chance with any wiring."""
-    from eyas.device.placement import use_threads
-    from eyas.drafters.draft_head import DraftHead
-    from eyas.models.checkpoint import resolve_placement
-    from eyas.models.loading import load_target
+    with progress() as shown:
+        shown.show("importing torch")
+        from eyas.device.placement import use_threads
+        from eyas.drafters.draft_head import DraftHead
+        from eyas.models.checkpoint import resolve_placement
+        from eyas.models.loading import load_target
 
-    device, dtype = resolve_placement(device, dtype, model)
-    use_threads(threads, (device, dtype))
-    head = DraftHead(draft_model, method)
-    method = head.method
-    report = head.validate(load_target(model, dtype, device), model, dtype, device)
+        device, dtype = resolve_placement(device, dtype, model)
+        use_threads(threads, (device, dtype))
+        head = DraftHead(draft_model, method)
+        method = head.method
+        shown.show(f"loading {model}")
+        target = load_target(model, dtype, device)
+        shown.show("trying the wirings of the head")
+        report = head.validate(target, model, dtype, device)
     if report is None:
         raise ConfigError(f"method {method!r} has no head to check; take an EAGLE or block method")
     Console().print(_wiring_table(report))
@@ -118,9 +123,6 @@ def equality(
     threads: Threads = 0,
 ) -> None:
     """Compare plain with speculative decoding. Exit status 1 if rounding cannot explain a difference."""
-    from eyas.bench.equality import compare
-    from eyas.models.checkpoint import resolve_placement
-
     try:
         with progress() as shown:
             shown.show("importing torch")

@@ -145,6 +145,11 @@ MinP = Annotated[float, typer.Option(help="Sample from tokens with at least this
 ModelName = Annotated[str, typer.Option(help="Name of the model; needed if the router serves several.")]
 
 
+# Options that only a router reads.
+ROUTER_OPTIONS = ("address", "model", "api_key", "tls", "ca", "tls_name", "session")
+CHOSEN_BY_VERIFIERS = "a PROMPT without a MODEL goes to a router, whose verifiers have that set"
+
+
 def generate(
     context: typer.Context,
     words: Annotated[
@@ -198,6 +203,10 @@ def generate(
     with _reported():
         source, prompt = _source_and_prompt(words or [], address)
         printer, sampling = _printer(context.params), _sampling(context.params)
+        if source:
+            options.refuse_given(context, ROUTER_OPTIONS, "a MODEL runs in this process, without a router")
+        else:
+            options.refuse_given(context, options.LLM_ARGUMENTS, f"{CHOSEN_BY_VERIFIERS}; name a MODEL")
         stream = _local_chunks if source else _remote_chunks
         chunks = stream(source or address or ROUTER, prompt, sampling, context.params)
         printer.start()
@@ -218,8 +227,7 @@ def _remote_chunks(address: str, prompt: str, sampling: SamplingParams, given: d
     """Return the chunks of a router. Raises ConfigError for options that only a local model has."""
     method = given["method"]
     if given["draft_model"] or method not in ("", NO_DRAFTS):
-        why = "a PROMPT without a MODEL goes to a router, whose verifiers choose how to draft"
-        raise ConfigError(f"{why}; name a MODEL, or leave out --draft-model, and --method but none")
+        raise ConfigError(f"{CHOSEN_BY_VERIFIERS}; name a MODEL, or leave out --draft-model, and --method but none")
     request, drafter = Request("", (), sampling, given["session"]), NO_DRAFTER if method else ""
     call = GenerateCall(request, prompt_text=prompt, model=given["model"], drafter=drafter)
     return _client(address, given).chunks(call)
@@ -253,7 +261,12 @@ def chat(
     with _reported():
         start = [{"role": "system", "content": system}] if system else []
         sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
-        answer = _http_chat(source, context.params) if "://" in source else _local_chat(source, context.params, sampling)
+        if "://" in source:
+            options.refuse_given(context, (*options.LLM_ARGUMENTS, "draft_model", "method"), "a server chooses that itself")
+            answer = _http_chat(source, context.params)
+        else:
+            options.refuse_given(context, ("model", "api_key"), "a local model needs no name and no key")
+            answer = _local_chat(source, context.params, sampling)
         messages = list(start)
         for line in _lines():
             if line == "/reset":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -119,6 +119,23 @@ def _file_settings(context: typer.Context) -> list[Setting]:
 
 def _set_settings(context: typer.Context) -> list[Setting]:
     return list(map(Setting, context.params["assignments"] or ()))
+
+
+def refuse_given(context: typer.Context, names: Iterable[str], why: str) -> None:
+    """Raise ConfigError if the command line has an option that would do nothing.
+
+    Variables of the environment and files of options may serve several commands, so they may hold more than one reads.
+
+    Args:
+        context: of the command.
+        names: of parameters that it does not read in this form.
+        why: a clause that says so.
+    """
+    sources = {name: context.get_parameter_source(name) for name in names if name in context.params}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        flags = ", ".join("--set" if name == "assignments" else f"--{name.replace('_', '-')}" for name in given)
+        raise ConfigError(f"leave out {flags}: {why}")
 
 
 def _is_given(context: typer.Context, name: str) -> bool:

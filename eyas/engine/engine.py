@@ -346,7 +346,7 @@ class Engine:
 
 def _want_tokens_alone(batch: Seq[ScheduledSequence], rows: DrawnRows) -> bool:
     """Return whether all trees are deterministic, and their requests want nothing but tokens."""
-    if rows.trees is not None and any(rows.trees.trees.sampled):
+    if rows.trees is not None and any(rows.trees.nodes.sampled):
         return False
     special = [
         scheduled

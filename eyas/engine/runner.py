@@ -150,8 +150,8 @@ def drawn_rows(batch: Seq[ScheduledSequence]) -> DrawnRows:
     if not found:
         return DrawnRows(None, drawing, len(batch), Draws([], [], drawing))
     trees = pack_trees(found)
-    at = np.repeat(ends, trees.trees.counts) + trees.depths
-    return DrawnRows(trees, drawing, len(batch), Draws(keys, trees.trees.counts, at))
+    at = np.repeat(ends, trees.nodes.counts) + trees.depths
+    return DrawnRows(trees, drawing, len(batch), Draws(keys, trees.nodes.counts, at))
 
 
 def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks: bool = False) -> Seq[Segment]:
@@ -167,6 +167,7 @@ def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks
     if rows.trees is None:
         return [_prompt_segment(scheduled, draws_on_ranks) for scheduled in batch]
     are_trees = not [scheduled for scheduled in batch if scheduled.tree is None]
+    # Next to prompts, the segments of their ends are made too and not used: only those of trees are.
     drawing = batch if are_trees else [batch[place] for place in rows.places.tolist()]
     segments = TreeSegments(
         rows.trees,

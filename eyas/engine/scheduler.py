@@ -294,7 +294,7 @@ class Scheduler:
         return kept
 
     def _first_values(self, sequence: Sequence) -> tuple[tuple[TokenLogprob, ...], int]:
-        """Return the share a prompt that is computed. Return the log-probabilities of its tokens, and how many of them were
+        """Share a prompt that is computed. Return the log-probabilities of its tokens, and how many of them were
         cached.
         """
         sequence.share(self.cache, self._max_cacheable)

@@ -108,7 +108,7 @@ class TreeSegments(Sequence[Segment]):
         noise_keys: Sequence[NoiseKey | None],
         tables: Sequence[TableId | None],
     ) -> None:
-        self.rows = SegmentRows(trees.trees.tokens, positions, slots, np.arange(len(slots)), trees.trees.counts)
+        self.rows = SegmentRows(trees.nodes.tokens, positions, slots, np.arange(len(slots)), trees.nodes.counts)
         self.prefixes, self.noise_keys, self.tables = prefixes, noise_keys, tables
         self.trees = trees
 
@@ -396,14 +396,14 @@ def _packed_paths(trees: PackedTrees) -> TreePaths:
     """Find `_path_words` of each tree: in each turn all rows go one node up."""
     # Example: trees of the shapes root - a - b and root - {a, b}, rows 0 1 2 | 3 4 5. The first is causal, so it needs no
     # path; the second has the paths [0 .], [0 1], [0 2], each own key at its depth.
-    rows, firsts = np.arange(len(trees.roots)), trees.trees.firsts
+    rows, firsts = np.arange(len(trees.roots)), trees.nodes.firsts
     is_causal = np.logical_and.reduceat(trees.above == np.maximum(rows - 1, trees.roots), firsts)
     depths = np.where(is_causal, 0, np.maximum.reduceat(trees.depths, firsts) + 1)
-    sizes, own = trees.trees.counts * depths, rows - trees.roots
+    sizes, own = trees.nodes.counts * depths, rows - trees.roots
     words = np.zeros(int(sizes.sum()), dtype=np.int32)
     # at: the place in `words` at which the path of each row begins.
-    at = np.repeat(sizes.cumsum() - sizes, trees.trees.counts) + own * np.repeat(depths, trees.trees.counts)
-    key = kept = np.flatnonzero(np.repeat(depths, trees.trees.counts))
+    at = np.repeat(sizes.cumsum() - sizes, trees.nodes.counts) + own * np.repeat(depths, trees.nodes.counts)
+    key = kept = np.flatnonzero(np.repeat(depths, trees.nodes.counts))
     for _ in range(int(depths.max())):
         words[at[kept] + trees.depths[key]] = own[key]
         key = trees.above[key]

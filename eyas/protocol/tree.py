@@ -199,7 +199,8 @@ class DraftTrees(Sequence["DraftTree"]):
 class DraftTree:
     """A view of one of several trees, for what looks at single trees: grammars, penalties, JSON, errors and tests.
 
-    Its nodes lie in the arrays of `trees`; see there for what they are. Tuples of them are made on first use.
+    Its nodes lie in the arrays of `trees`, which it keeps alive; see there for what they are. Tuples of them are made on
+    first use.
 
     Args:
         number: of the tree among `trees`.

@@ -182,7 +182,7 @@ class StepOutputs(Sequence[VerifyOutput]):
         assert trees is not None, "no request draws"
         kept, ends = accepted_rows(trees, names, wanted)
         nodes, tokens = kept - trees.roots[kept], emitted[kept]
-        counts, levels = trees.trees.counts, np.maximum.reduceat(trees.depths, trees.trees.firsts)
+        counts, levels = trees.nodes.counts, np.maximum.reduceat(trees.depths, trees.nodes.firsts)
         if len(places) == rows.num_requests:
             return cls(nodes, tokens, ends, samples, counts.cumsum(), levels)
         of_all = np.zeros((3, rows.num_requests), np.int64)  # nothing for requests inside prompts

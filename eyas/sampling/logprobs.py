@@ -77,7 +77,7 @@ def read_logprobs(
     return list(zip(prompts, outputs, strict=True))
 
 
-def drawn_rows(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
+def drawn_logits(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
     """Return the rows of a step's logits [R, V] at which a token is drawn [N, V]: all but those of prompt tokens."""
     asking = [rows for rows in batch if rows.prompt_tokens]
     if not asking:

@@ -33,14 +33,14 @@ class PackedTrees(NamedTuple):
     """The nodes of several trees, one tree after the other, [R].
 
     Attributes:
-        trees: the nodes themselves.
+        nodes: the nodes themselves.
         above: packed row of each node's parent [R].
         roots: packed row of each node's root [R].
         depths: distance of each node from its root [R].
         words: which nodes of its own tree each node sees, as bits [R, W], the first node in the lowest bit.
     """
 
-    trees: DraftTrees
+    nodes: DraftTrees
     above: Ints
     roots: Ints
     depths: Ints
@@ -95,7 +95,7 @@ def accepted_rows(trees: PackedTrees, names: Ints, wanted: Ints) -> tuple[Ints, 
     Returns:
         Rows of all accepted paths, one path after the other [A], and where the path of each tree ends among these [B].
     """
-    rows, ends = (kernels() or PlainKernels).accepted_rows(trees.trees.counts, names, trees.above, wanted)
+    rows, ends = (kernels() or PlainKernels).accepted_rows(trees.nodes.counts, names, trees.above, wanted)
     return rows, ends
 
 

@@ -14,7 +14,7 @@ from eyas.device.transfer import Ints, download
 from eyas.kernels.arguments import Draw, Draws
 from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
-from eyas.sampling.logprobs import compute_logprobs, drawn_rows, read_logprobs
+from eyas.sampling.logprobs import compute_logprobs, drawn_logits, read_logprobs
 from eyas.sampling.rejection import SiblingVerdicts, rejection_sample
 from eyas.sampling.sampler import MAX_CANDIDATES, sample
 
@@ -50,7 +50,7 @@ def verify(
         tokens = sample(output.logits, rows.draws) if output.tokens is None else output.tokens
         meanwhile()
         samples = download(tokens)[0].astype(np.int64)
-        return _usable(StepOutputs.accepted(rows, samples, rows.trees.trees.tokens, samples, samples), vocab_size)
+        return _usable(StepOutputs.accepted(rows, samples, rows.trees.nodes.tokens, samples, samples), vocab_size)
     if not batch:
         meanwhile()
         return StepOutputs.without_draws(rows.num_requests)
@@ -58,7 +58,7 @@ def verify(
     whole = [each for each, drawn in zip(batch, is_drawn, strict=True) if not drawn]
     masks = wait_for_masks()
     logits = masks.applied(output.logits, whole)
-    ruled = rules.applied(drawn_rows(whole, logits), whole, masks)
+    ruled = rules.applied(drawn_logits(whole, logits), whole, masks)
     is_here = np.repeat([not drawn for drawn in is_drawn], [len(each.positions) for each in batch])
     draws = rows.draws if is_here.all() else Draws.of([rows.draws[row] for row in np.flatnonzero(is_here).tolist()])
     tokens = sample(ruled, draws)
@@ -70,7 +70,8 @@ def verify(
     samples = np.empty(len(is_here), np.int64)
     samples[is_here], samples[~is_here] = own, others
     outputs = accept_drafts(rows, samples, verdicts, cells.astype(np.int64), np.flatnonzero(is_here))
-    cut = {number: masks.length(each.request.id, outputs[number].accepted) for number, each in enumerate(batch)}
+    pairs = zip(batch, outputs, strict=True) if masks.trees else ()
+    cut = {number: masks.length(each.request.id, own.accepted) for number, (each, own) in enumerate(pairs)}
     if shorter := {number: length for number, length in cut.items() if length is not None}:
         outputs = outputs.shortened(shorter)
     starts = np.cumsum([0, *(len(each.prompt_tokens) + len(each.positions) for each in whole)])
@@ -91,8 +92,8 @@ def accept_drafts(rows: DrawnRows, samples: Ints, verdicts: SiblingVerdicts, cel
     if trees is None:
         return StepOutputs.without_draws(rows.num_requests)
     if not verdicts.trees:
-        return StepOutputs.accepted(rows, samples, trees.trees.tokens, samples, samples)
-    names, wanted, emitted = trees.trees.tokens.copy(), samples.copy(), samples.copy()
+        return StepOutputs.accepted(rows, samples, trees.nodes.tokens, samples, samples)
+    names, wanted, emitted = trees.nodes.tokens.copy(), samples.copy(), samples.copy()
     for first, tree in verdicts.trees.items():
         own = slice(places[first], places[first] + len(tree))
         names[own], wanted[own] = np.arange(own.start, own.stop), -1
@@ -100,7 +101,7 @@ def accept_drafts(rows: DrawnRows, samples: Ints, verdicts: SiblingVerdicts, cel
         row = places[parent]
         passed = next((child for child, verdict in zip(children, line, strict=False) if verdict == 1), None)
         wanted[row] = -1 if passed is None else places[passed]
-        emitted[row] = line[-1] if passed is None else trees.trees.tokens[places[passed]]
+        emitted[row] = line[-1] if passed is None else trees.nodes.tokens[places[passed]]
     return StepOutputs.accepted(rows, samples, names, wanted, emitted)
 
 

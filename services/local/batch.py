@@ -76,6 +76,9 @@ def run_batch(
     with exit_on_error(console):
         if bool(url) == bool(model):
             raise ConfigError("give either --url of a server, or --model to serve one meanwhile")
+        if url:
+            own = ("served_model_name", "draft_model", "method", *options.LLM_ARGUMENTS, "assignments")
+            options.refuse_given(context, own, "the server at --url has that set")
         files = BatchFiles.of(file, output, error_file)
         earlier = files.read(restart)
         with _server(console, url, model, context) as (base, tend):

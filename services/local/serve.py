@@ -112,7 +112,7 @@ def serve(
             port, grpc_port = (number if is_free(number) else free_port() for number in (port, grpc_port))
             ignore_kills()
         _check_ports(port, grpc_port)
-        names = served_model_name or [model or "the demo model"]
+        names = served_model_name or [model or "demo"]
         with running_cluster(services, grpc_port, port, host, None if model else ROOT) as cluster:
             wait_until_ready(console, cluster)
             if not model:

@@ -82,3 +82,25 @@ def test_a_path_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1] == f"error: [Errno 20] Not a directory: '{file}/folder'"
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("generate text --dtype float32 --max-num-seqs 3", "leave out --dtype, --max-num-seqs: a PROMPT without a MODEL"),
+        ("generate no/model text --session s", "leave out --session: a MODEL runs in this process"),
+        ("chat http://127.0.0.1:1 --method eagle3", "leave out --method: a server chooses that itself"),
+        ("chat no/model --model name", "leave out --model: a local model needs no name"),
+        ("run-batch f --url http://127.0.0.1:1 --set router.a=1", "leave out --set: the server at --url has that set"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(words: str, problem: str) -> None:
+    result = CliRunner().invoke(app, words.split())
+    assert result.exit_code == 1
+    assert problem in " ".join(result.output.split())
+
+
+def test_a_variable_of_the_environment_is_no_option() -> None:
+    """It may be there for other commands."""
+    result = CliRunner(env={"EYAS_API_KEY": "secret"}).invoke(app, ["chat", "no/model"])
+    assert "leave out" not in result.output

@@ -31,7 +31,7 @@ def test_packed_trees_see_what_each_tree_sees(found: list[DraftTree]) -> None:
     packed, end = pack_trees(found), 0
     for tree in found:
         start, end = end, end + len(tree)
-        assert tuple(packed.trees.tokens[start:end]) == tree.tokens
+        assert tuple(packed.nodes.tokens[start:end]) == tree.tokens
         assert tuple(packed.depths[start:end]) == tree.depths
         assert (packed.visible[start:end, : len(tree)] == tree.ancestor_mask()).all()
         assert not packed.visible[start:end, len(tree) :].any()
@@ -161,7 +161,7 @@ def test_compiled_kernels_of_trees_equal_plain_ones(found: list[DraftTree], data
     compiled, plain, packed = kernels(), PlainKernels, pack_trees(found)
     if compiled is None:
         pytest.skip("numba is not installed")
-    batch, parents = packed.trees, packed.above - packed.roots
+    batch, parents = packed.nodes, packed.above - packed.roots
     for ours, theirs in zip(compiled.layout(batch.counts, parents), plain.layout(batch.counts, parents), strict=True):
         assert np.array_equal(ours, theirs)
     samples = np.array(data.draw(st.lists(st.integers(0, 3), min_size=len(parents), max_size=len(parents))))

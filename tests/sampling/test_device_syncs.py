@@ -237,9 +237,9 @@ def rows_of(found: Sequence[DraftTree | None], positions: Sequence[int] = ()) ->
     """The drawn rows of requests with these trees. positions: at which roots draw."""
     packed = pack_trees([tree for tree in found if tree is not None])
     places = np.array([number for number, tree in enumerate(found) if tree is not None])
-    at = packed.depths + np.repeat(positions or [1] * len(places), packed.trees.counts)
+    at = packed.depths + np.repeat(positions or [1] * len(places), packed.nodes.counts)
     keys = [Request(f"{number}", (3,), replace(PARAMS, seed=number)).noise_key for number in places.tolist()]
-    return DrawnRows(packed, places, len(found), Draws(keys, packed.trees.counts, at))
+    return DrawnRows(packed, places, len(found), Draws(keys, packed.nodes.counts, at))
 
 
 @given(st.lists(trees(vocab_size=4), min_size=2, max_size=4), st.data())

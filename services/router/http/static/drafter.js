@@ -5,6 +5,7 @@ import { time } from "./format.js";
 import { hasTree } from "./run.js";
 
 const POLL_MS = 500;
+const GIVE_UP_MS = 120000;
 // Steps without a tree in a row that show that no tree is on its way any more.
 const NUM_PLAIN_STEPS = 3;
 
@@ -37,7 +38,12 @@ export class Death {
     this.mark("✕ drafter killed", "killed");
     this.show();
     if (before === null) return; // without the cluster's state only verify steps can show that a new one drafts
+    const deadline = performance.now() + GIVE_UP_MS;
     for (;;) {
+      if (performance.now() > deadline) {
+        this.say(`No drafter came back in ${time(GIVE_UP_MS)}; the logs of eyas serve say why. Text goes on without drafts.`, "killed");
+        return;
+      }
       await new Promise((resolve) => setTimeout(resolve, POLL_MS));
       const now = await connected();
       this.next = [...(now ?? [])].find((id) => !before.has(id));

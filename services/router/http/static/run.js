@@ -79,7 +79,7 @@ export function difference(run, plain) {
 /** Say in words why drafts did not pay; the empty text where they did. request: the body that was sent. */
 export function whySlower(run, plain, request) {
   const gain = speedup(run, plain);
-  if (gain === null || gain >= 1) return "";
+  if (gain === null || Number(number(gain, 2)) >= 1) return "";
   const [step, alone] = [run.ms / run.steps.length, plain.ms / plain.steps.length];
   const reasons = [
     `Drafting did not pay here. A verify step took ${time(step)}, ${number(step / alone, 1)} times a plain step of ${time(alone)}, ` +
