@@ -147,7 +147,12 @@ async def _serving() -> AsyncIterator[int]:
 
     draft_port, verifier_port, grpc_port, http_port = (free_port() for _ in range(4))
     workers = {"verifiers": (f"127.0.0.1:{verifier_port}",), "drafters": (f"127.0.0.1:{draft_port}",)}
-    discovery = DiscoveryConfig("static", **workers, probe_interval_s=RARELY_S, stale_after_s=3 * RARELY_S)
+    long = {
+        "probe_interval_s": RARELY_S,
+        "probe_timeout_s": 60.0,
+        "stale_after_s": 3 * RARELY_S,
+    }  # the first probe must answer
+    discovery = DiscoveryConfig("static", **workers, **long)
     shared: dict[str, Any] = {
         "discovery": discovery,
         "registry": RegistryConfig(ttl_s=3 * RARELY_S, heartbeat_interval_s=RARELY_S),

@@ -145,9 +145,15 @@ MinP = Annotated[float, typer.Option(help="Sample from tokens with at least this
 ModelName = Annotated[str, typer.Option(help="Name of the model; needed if the router serves several.")]
 
 
-# Options that only a router reads.
-ROUTER_OPTIONS = ("address", "model", "api_key", "tls", "ca", "tls_name", "session")
 CHOSEN_BY_VERIFIERS = "a PROMPT without a MODEL goes to a router, whose verifiers have that set"
+# Options that do nothing for a model in this process, and for a router.
+UNREAD = {
+    True: (
+        ("address", "model", "api_key", "tls", "ca", "tls_name", "session"),
+        "a MODEL runs in this process, without a router",
+    ),
+    False: (options.LLM_ARGUMENTS, CHOSEN_BY_VERIFIERS),
+}
 
 
 def generate(
@@ -203,10 +209,7 @@ def generate(
     with _reported():
         source, prompt = _source_and_prompt(words or [], address)
         printer, sampling = _printer(context.params), _sampling(context.params)
-        if source:
-            options.refuse_given(context, ROUTER_OPTIONS, "a MODEL runs in this process, without a router")
-        else:
-            options.refuse_given(context, options.LLM_ARGUMENTS, f"{CHOSEN_BY_VERIFIERS}; name a MODEL")
+        options.refuse_given(context, *UNREAD[bool(source)])
         stream = _local_chunks if source else _remote_chunks
         chunks = stream(source or address or ROUTER, prompt, sampling, context.params)
         printer.start()

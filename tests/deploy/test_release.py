@@ -48,7 +48,11 @@ def test_no_text_installs_eyas_from_an_index() -> None:
     wrong = re.compile(r"eyas\[|pip install (?:-\w+ )*'?eyas\b")
     assert not [name(path) for path in texts if path not in own and wrong.search(path.read_text(encoding="utf-8"))]
     lines = re.findall(r"^pip install .*$", (ROOT / "docs" / "quickstart.md").read_text(), re.MULTILINE)
-    assert lines == ["pip install '.[serve]'", f"pip install 'eyas[serve] @ git+{REPOSITORY}'"]
+    assert lines == [
+        "pip install '.[serve]'",
+        f"pip install 'eyas[serve] @ git+{REPOSITORY}'",
+        "pip install '.[serve]' triton",
+    ]
 
 
 def test_the_command_for_an_extra_names_the_checkout() -> None:

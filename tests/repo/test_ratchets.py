@@ -37,6 +37,7 @@ def test_private_names_in_tests_only_fall() -> None:
     assert is_kept(len(found), WRITTEN["private_names"]["tests"], 10), len(found)
 
 
+@pytest.mark.timeout(900)  # it starts services, and every call of theirs is counted
 @pytest.mark.parametrize(("name", "follow"), [("generate", generate_journey), ("step", step_journey)])
 def test_a_journey_crosses_no_more_than_is_written_down(name: str, follow: Callable[[], Journey]) -> None:
     journey, most = follow(), WRITTEN["journeys"][name]

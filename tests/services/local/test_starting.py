@@ -39,7 +39,7 @@ REFUSED = {
     "--tensor-parallel-size 3": "3 ranks cannot share 4 attention heads over 2 key-value heads evenly",
     "--quantization awq": "quantization is 'awq', but the weights of 'models/demo/target' are plain",
     "--gpu-memory-utilization 2": "engine.gpu_memory_utilization is 2.0; it must lie in (0, 1]",
-    "--dtype float8": "verifier: --set dtype: dtype: Input should be 'auto', 'float32'",
+    "--dtype float8": "verifier: --dtype: dtype: Input should be 'auto', 'float32'",
     "--device gpu": "device 'gpu' cannot be used here",
     "--draft-model nowhere/at/all": "no checkpoint folder at 'nowhere/at/all'",
     "--chat-template nowhere": "router: cannot read the chat_template nowhere",
