@@ -210,8 +210,7 @@ def generate(
         source, prompt = _source_and_prompt(words or [], address)
         printer, sampling = _printer(context.params), _sampling(context.params)
         options.refuse_given(context, *UNREAD[bool(source)])
-        stream = _local_chunks if source else _remote_chunks
-        chunks = stream(source or address or ROUTER, prompt, sampling, context.params)
+        chunks = (_local_chunks if source else _remote_chunks)(source or address or ROUTER, prompt, sampling, context.params)
         printer.start()
         for chunk in chunks:
             printer.add(chunk)
