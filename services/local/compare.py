@@ -51,7 +51,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(help="New tokens of each.")] = 128,
     assignments: AssignmentsOption = None,
 ) -> None:
-    """Show drafting at work, then measure it against plain decoding on the same prompts."""
+    """Measure drafting against plain decoding on the same prompts, and show it at work."""
     console = Console(highlight=False, soft_wrap=True)
     with exit_on_error(console), running_demo(free_port(), assignments or ()) as cluster:
         wait_until_ready(console, cluster, START_TIMEOUT_S)
@@ -61,9 +61,11 @@ def demo(
             with Progress(console) as shown:
                 shown.show("waiting for the first draft tree")
                 _warm_up(router, prompts[0])
-            _show(console, router, prompts)
-            prompts = prompts[:num_prompts]
-            comparisons = [_measure(console, router, prompts, _sampling(t, max_tokens)) for t in TEMPERATURES]
+            comparisons = list[DemoComparison]()
+            for prompt, temperature in zip(prompts, TEMPERATURES, strict=False):
+                sampling = _sampling(temperature, max_tokens)
+                comparisons.append(_measure(console, router, prompts[:num_prompts], sampling))
+                _show(console, router, prompt, temperature)  # by now the draft budget knows what trees yield
         console.print(_table(comparisons))
         for comparison in comparisons:
             if reason := comparison.reason:
@@ -153,14 +155,13 @@ def _sampling(temperature: float, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=SEED, ignore_eos=True)
 
 
-def _show(console: Console, router: GenerationStub, prompts: list[Prompt]) -> None:
-    """Stream a few continuations, draft tokens in another style than the tokens of the target."""
-    for prompt, temperature in zip(prompts, TEMPERATURES, strict=False):
-        console.rule(f"{prompt.source} at temperature {temperature}", align="left", style="dim")
-        console.print(Text(prompt.text, style="dim"), end="")
-        printer = ScreenPrinter(console)
-        printer.start()
-        _ask(router, prompt, _sampling(temperature, NUM_SHOWN_TOKENS), "speculative", printer.add)
+def _show(console: Console, router: GenerationStub, prompt: Prompt, temperature: float) -> None:
+    """Stream a continuation, draft tokens in another style than the tokens of the target."""
+    console.rule(f"{prompt.source} at temperature {temperature}", align="left", style="dim")
+    console.print(Text(prompt.text, style="dim"), end="")
+    printer = ScreenPrinter(console)
+    printer.start()
+    _ask(router, prompt, _sampling(temperature, NUM_SHOWN_TOKENS), "speculative", printer.add)
 
 
 @dataclass(frozen=True)
