@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -121,18 +122,22 @@ def command_line(process: str) -> str:
         return ""
 
 
-def busy_ticks() -> int:
-    """Processor time of all trials so far."""
-    return sum(int(Path(f"/proc/{child}/stat").read_text().split()[13]) for child in children())
+def ticks() -> dict[int, int]:
+    """Processor time of each trial so far."""
+    found = {}
+    for child in children():
+        with suppress(OSError):  # it has just ended
+            found[child] = int(Path(f"/proc/{child}/stat").read_text().split()[13])
+    return found
 
 
 def killed_trial(number: signal.Signals) -> tuple[GrammarCompiler, BaseException | None]:
     """The compiler and the error of a grammar whose trial gets a signal."""
     compiler = new_compiler()
     compiler.compile(StructuredOutputs(regex="first"))
-    idle = busy_ticks()
+    idle = ticks()  # trials of other tests may end meanwhile
     future = compiler.submit(SLOW)
-    while busy_ticks() < idle + 5:
+    while not [child for child, busy in ticks().items() if busy >= idle.get(child, 0) + 5]:
         time.sleep(0.001)
     for child in children():
         os.kill(child, number)
