@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -21,6 +19,8 @@ from eyas.errors import EyasError, InvalidRequest, Unavailable
 from eyas.grammar import trial as grammar_trial
 from eyas.grammar.compiler import GrammarCompiler
 from tests.support.tiny import DEMO
+
+KillTrial = Callable[[signal.Signals], tuple[GrammarCompiler, BaseException | None]]
 
 
 def new_compiler() -> GrammarCompiler:
@@ -108,44 +108,47 @@ def test_a_trial_ends_at_its_limit_of_processor_time(monkeypatch: pytest.MonkeyP
     assert not compiler.submit(SLOW).done(), "a busy machine may have been the cause, so it is tried again"
 
 
-def children() -> list[int]:
-    """The processes in which grammars are tried."""
-    found = "".join(file.read_text() for file in Path("/proc/self/task").glob("*/children")).split()
-    return [int(child) for child in found if "eyas.grammar.trial" in command_line(child)]
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes of the trials that a test starts."""
+    processes: list[subprocess.Popen[bytes]] = []
+    start = grammar_trial.start_child
+
+    def start_child() -> grammar_trial.TrialProcess:
+        child = start()
+        processes.append(child.process)
+        return child
+
+    monkeypatch.setattr(grammar_trial, "start_child", start_child)
+    return processes
 
 
-def command_line(process: str) -> str:
-    """The command line of a process, empty once it has ended."""
-    try:
-        return Path(f"/proc/{process}/cmdline").read_text()
-    except OSError:
-        return ""
+def processor_time(process: subprocess.Popen[bytes]) -> int:
+    """Return the processor time of a process so far, in clock ticks."""
+    return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[11])
 
 
-def ticks() -> dict[int, int]:
-    """Processor time of each trial so far."""
-    found = {}
-    for child in children():
-        with suppress(OSError):  # it has just ended
-            found[child] = int(Path(f"/proc/{child}/stat").read_text().split()[13])
-    return found
+@pytest.fixture
+def kill_trial(started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> KillTrial:
+    """Returns the compiler and the error of a grammar whose trial gets a signal."""
+    monkeypatch.setattr("eyas.grammar.compiler.COMPILE_SECONDS", 600.0)  # the signal comes first, however late
+
+    def kill(number: signal.Signals) -> tuple[GrammarCompiler, BaseException | None]:
+        compiler = new_compiler()
+        compiler.compile(StructuredOutputs(regex="first"))
+        (child,) = started
+        before = processor_time(child)
+        future = compiler.submit(SLOW)
+        while processor_time(child) == before:
+            time.sleep(0.001)
+        child.send_signal(number)
+        return compiler, future.exception()
+
+    return kill
 
 
-def killed_trial(number: signal.Signals) -> tuple[GrammarCompiler, BaseException | None]:
-    """The compiler and the error of a grammar whose trial gets a signal."""
-    compiler = new_compiler()
-    compiler.compile(StructuredOutputs(regex="first"))
-    idle = ticks()  # trials of other tests may end meanwhile
-    future = compiler.submit(SLOW)
-    while not [child for child, busy in ticks().items() if busy >= idle.get(child, 0) + 5]:
-        time.sleep(0.001)
-    for child in children():
-        os.kill(child, number)
-    return compiler, future.exception()
-
-
-def test_a_grammar_that_its_trial_dies_of_is_refused() -> None:
-    compiler, error = killed_trial(signal.SIGSEGV)
+def test_a_grammar_that_its_trial_dies_of_is_refused(kill_trial: KillTrial) -> None:
+    compiler, error = kill_trial(signal.SIGSEGV)
     assert isinstance(error, InvalidRequest)
     assert "too much stack or memory to compile (SIGSEGV)" in str(error)
     again = compiler.submit(SLOW)
@@ -154,8 +157,8 @@ def test_a_grammar_that_its_trial_dies_of_is_refused() -> None:
     assert compiler.compile(StructuredOutputs(regex="second"))
 
 
-def test_a_grammar_is_not_blamed_for_a_trial_that_is_killed() -> None:
-    compiler, error = killed_trial(signal.SIGKILL)
+def test_a_grammar_is_not_blamed_for_a_trial_that_is_killed(kill_trial: KillTrial) -> None:
+    compiler, error = kill_trial(signal.SIGKILL)
     assert isinstance(error, Unavailable)
     assert "send the request again" in str(error)
     assert compiler.compile(StructuredOutputs(regex="second"))
@@ -194,10 +197,11 @@ def test_a_grammar_is_blamed_for_a_trial_that_ends(command: str, kind: type[Eyas
     assert type(error) is kind
 
 
-def test_a_trial_ends_with_its_compiler() -> None:
+def test_a_trial_ends_with_its_compiler(started: list[subprocess.Popen[bytes]]) -> None:
     compiler = new_compiler()
     compiler.compile(StructuredOutputs(regex="first"))
-    before = children()
+    (child,) = started
+    assert child.poll() is None
     del compiler
     gc.collect()
-    assert len(children()) < len(before)
+    assert child.poll() is not None
