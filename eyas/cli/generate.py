@@ -333,9 +333,12 @@ def _source_and_prompt(words: list[str], address: str) -> tuple[str, str]:
         raise ConfigError(f"{rest[1]!r} is one word too many; quote the prompt, and give a MODEL or --address, not both")
     if source:
         check_source(source)
-    if not rest and sys.stdin.isatty():
+    prompt = "".join(rest)
+    if not rest and not sys.stdin.isatty():
+        prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
         raise ConfigError("there is no prompt; give one, or send it to standard input")
-    return source, rest[0] if rest else sys.stdin.read().removesuffix("\n")
+    return source, prompt
 
 
 def _names_model(word: str) -> bool:

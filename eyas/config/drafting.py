@@ -355,7 +355,7 @@ def check_method(name: str, draft_model: str) -> None:
         return
     needed = next(filter(None, map(METHOD_HEADS.__getitem__, split_method(name))), "")
     if needed and not draft_model:
-        raise ConfigError(f"drafter {name!r} needs {needed}; none was named; set draft_model")
+        raise ConfigError(f"drafter {name!r} needs {needed}; none was named; set draft_model, or --draft-model")
 
 
 def check_quantization(name: str, quantization: DraftQuantization) -> None:

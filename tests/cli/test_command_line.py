@@ -29,7 +29,7 @@ for arguments in sys.argv[1:]:
 def modules_after(*commands: str) -> set[str]:
     """What one process has imported after these commands."""
     process = [sys.executable, "-c", IMPORTED_BY, *commands]
-    done = subprocess.run(process, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(process, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.count("imported:") == len(commands)
     return set(done.stdout.rpartition("imported:")[2].split())
 
@@ -104,3 +104,9 @@ def test_a_variable_of_the_environment_is_no_option() -> None:
     """It may be there for other commands."""
     result = CliRunner(env={"EYAS_API_KEY": "secret"}).invoke(app, ["chat", "no/model"])
     assert "leave out" not in result.output
+
+
+def test_an_empty_prompt_is_refused_before_the_model_is_loaded() -> None:
+    assert not {"torch", "transformers"} & modules_after("generate models/demo/target")
+    result = CliRunner().invoke(app, ["generate", "models/demo/target"], input="")
+    assert "there is no prompt; give one, or send it to standard input" in result.output

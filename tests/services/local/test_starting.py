@@ -32,7 +32,8 @@ LOGGED = """
 """
 # Settings that are refused before a process starts, and what the error says.
 REFUSED = {
-    "--method eagle3": "verifier: settings: drafter 'eagle3' needs a draft head of EAGLE-3; none was named; set draft_model",
+    "--method eagle3": "verifier: settings: drafter 'eagle3' needs a draft head of EAGLE-3; none was named; "
+    "set draft_model, or --draft-model",
     "--method eagle9": "unknown drafter 'eagle9'; known: eagle1, ",
     "--method medusa+eagle3": "both drafters of 'medusa+eagle3' need a head",
     "--max-model-len 9999": "max_model_len is 9999, but 'models/demo/target' is made for 2048 tokens",
