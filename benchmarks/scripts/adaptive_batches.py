@@ -32,8 +32,9 @@ from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.neural import NeuralDrafter
 from eyas.emulation.costs import DeviceCosts
 from eyas.emulation.device import EmulatedDevice, VirtualClock
+from eyas.engine.budget.base import FixedDraftBudget, StepTimes
+from eyas.engine.budget.costs import SurvivalModel
 from eyas.engine.build import assemble_engine
-from eyas.engine.draft_costs import FixedDraftBudget, StepTimes, SurvivalModel
 from eyas.engine.engine import Engine
 from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import EyasError

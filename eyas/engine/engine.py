@@ -15,7 +15,7 @@ from eyas.api.request import Chunk, Request
 from eyas.api.validation import check_engine_request, check_request
 from eyas.config import EngineConfig
 from eyas.device.memory import out_of_memory_text
-from eyas.engine.draft_costs import DraftBudget, FixedDraftBudget, NextStep, StepTimes
+from eyas.engine.budget.base import DraftBudget, FixedDraftBudget, NextStep, StepTimes
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, drawn_rows, step_segments

@@ -17,7 +17,7 @@ import numpy as np
 from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots
 from eyas.config import EngineConfig, TreeConfig
-from eyas.engine.draft_costs import NO_TREE, TreeSize
+from eyas.engine.budget.base import NO_TREE, TreeSize
 from eyas.engine.sequence import Chunks, DraftReply, Emitted, QueueKey, ScheduledSequence, Sequence, chunks_of, kept_rows
 from eyas.engine.waiting_queue import OUTPUT_COST, PROMPT_COST, WaitingQueue, by_key
 from eyas.errors import InvalidRequest, Overloaded

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from eyas.engine.draft_costs import SurvivalModel
+from eyas.engine.budget.costs import SurvivalModel
 from eyas.errors import InvalidTree
 from eyas.protocol.tree import DraftTree, DraftTrees
 

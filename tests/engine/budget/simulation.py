@@ -10,8 +10,9 @@ import numpy as np
 
 from eyas.api.request import Request, SamplingParams
 from eyas.config import TreeConfig
-from eyas.engine.draft_budget import AdaptiveDraftBudget
-from eyas.engine.draft_costs import NO_TREE, CostModel, DraftCosts, NextStep, StepTimes, TreeSize
+from eyas.engine.budget.adaptive import AdaptiveDraftBudget
+from eyas.engine.budget.base import NO_TREE, NextStep, StepTimes, TreeSize
+from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.tree import DraftTree, SampledProposal
 from eyas.sampling.acceptance import Accepted, VerifyOutput

@@ -12,9 +12,10 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter
 from eyas.drafters.draft_head import DraftHead
+from eyas.engine.budget.adaptive import AdaptiveDraftBudget
+from eyas.engine.budget.base import DECODE_ONLY, DraftBudget, FixedDraftBudget, NextStep, TreeSize
+from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.engine.build import assemble_engine
-from eyas.engine.draft_budget import AdaptiveDraftBudget
-from eyas.engine.draft_costs import DECODE_ONLY, CostModel, DraftBudget, DraftCosts, FixedDraftBudget, NextStep, TreeSize
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from eyas.engine.draft_costs import CostModel, DraftCosts, RecentTrees, SurvivalModel, TreeSize
+from eyas.engine.budget.base import TreeSize
+from eyas.engine.budget.costs import CostModel, DraftCosts, RecentTrees, SurvivalModel
 from eyas.protocol.tree import DraftTree
 
 

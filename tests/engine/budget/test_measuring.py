@@ -10,8 +10,9 @@ import torch
 from eyas.config import EngineConfig, TreeConfig
 from eyas.emulation.costs import DeviceCosts
 from eyas.emulation.device import VirtualClock
-from eyas.engine.build import TIME_LIMIT_S, _measure, assemble_engine
-from eyas.engine.draft_costs import CostModel
+from eyas.engine.budget.costs import CostModel
+from eyas.engine.budget.measuring import TIME_LIMIT_S, measure_sizes
+from eyas.engine.build import assemble_engine
 from eyas.models.loading import load_target
 from tests.engine.test_out_of_memory import no_memory
 from tests.support.bad_drafters import RandomDrafter
@@ -25,7 +26,7 @@ def measured(seconds: dict[str, float], largest: int = 1024) -> tuple[CostModel,
         while True:
             yield partial(clock.sleep, max(seconds["read"], num_rows * seconds["row"]))
 
-    return _measure(rounds, largest, clock), clock
+    return measure_sizes(rounds, largest, clock), clock
 
 
 @pytest.mark.parametrize("read", [0.004, 0.015])
@@ -53,13 +54,13 @@ def test_sizes_without_memory_are_estimated(caplog: pytest.LogCaptureFixture) ->
         while True:
             yield partial(clock.sleep, 1e-5 * num_rows) if num_rows <= most else no_memory
 
-    table = _measure(rounds, 1024, clock)
+    table = measure_sizes(rounds, 1024, clock)
     assert table.sizes[-1] == 64
     assert table.seconds(1024) == pytest.approx(1024e-5)
     assert "timed sizes up to 64 of 1024" in caplog.text
     most = 0
     with pytest.raises(torch.OutOfMemoryError):
-        _measure(rounds, 1024, clock)
+        measure_sizes(rounds, 1024, clock)
 
 
 def test_the_slowest_device_is_timed_at_two_sizes() -> None:
@@ -87,6 +88,6 @@ def test_a_pause_at_one_size_makes_no_larger_one_dearer() -> None:
         while True:
             yield partial(clock.sleep, 1e-4 * num_rows + (0.03 if num_rows == 4 else 0.0))
 
-    table = _measure(rounds, 64, clock)
+    table = measure_sizes(rounds, 64, clock)
     assert [table.seconds(size) for size in (1, 16, 64)] == pytest.approx([1e-4, 16e-4, 64e-4])
     assert table.seconds(4) <= table.seconds(16)

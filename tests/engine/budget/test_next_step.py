@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
-from eyas.engine.draft_budget import AdaptiveDraftBudget
-from eyas.engine.draft_costs import CostModel, DraftCosts, NextStep, TreeSize
+from eyas.engine.budget.adaptive import AdaptiveDraftBudget
+from eyas.engine.budget.base import NextStep, TreeSize
+from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.protocol.tree import DraftTree
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.api.request import Request
-from eyas.engine.draft_budget import AdaptiveDraftBudget, Choice
-from eyas.engine.draft_costs import CostModel, DraftCosts, StepTimes, SurvivalModel, TreeSize
+from eyas.engine.budget.adaptive import AdaptiveDraftBudget, Choice
+from eyas.engine.budget.base import StepTimes, TreeSize
+from eyas.engine.budget.costs import CostModel, DraftCosts, SurvivalModel
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.tree import DraftTree, SampledProposal
 from eyas.sampling.acceptance import VerifyOutput

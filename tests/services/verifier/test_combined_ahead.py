@@ -11,7 +11,7 @@ from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, Tre
 from eyas.drafters.base import DraftContext, PreparedTrees
 from eyas.drafters.combined import CombinedDrafter
 from eyas.drafters.draft_head import DraftHead
-from eyas.engine.draft_budget import AdaptiveDraftBudget
+from eyas.engine.budget.adaptive import AdaptiveDraftBudget
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from tests.services.verifier.test_prepared_trees import PatientVerifier, WatchedDrafter

@@ -1,7 +1,4 @@
-"""Seconds of passes and drafts, and chances of nodes to be accepted: what a draft budget weighs.
-
-Also the `DraftBudget` protocol and `FixedDraftBudget`.
-"""
+"""Seconds of passes and drafts, and chances of nodes to be accepted: what a draft budget weighs."""
 
 from __future__ import annotations
 
@@ -11,110 +8,15 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence as Seq
 from itertools import chain
-from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from eyas.engine.sequence import ScheduledSequence
+from eyas.engine.budget.base import TreeSize
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import VerifyOutput
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-
-class TreeSize(NamedTuple):
-    """Most nodes of a tree, the root included, and its most levels below the root."""
-
-    nodes: int
-    depth: int
-
-
-NO_TREE = TreeSize(1, 0)
-
-
-class StepTimes(NamedTuple):
-    """Seconds of a step.
-
-    Attributes:
-        wait: to request its trees and to get them.
-        verify: of the forward pass and of acceptance.
-        between: since the end of the step before; None if nothing was to be done then.
-        host: of all else in the step.
-    """
-
-    wait: float
-    verify: float
-    between: float | None = None
-    host: float = 0.0
-
-
-class NextStep(NamedTuple):
-    """Facts about the next step besides its rows.
-
-    Attributes:
-        num_prefilling: sequences inside their prompts.
-        num_prompt_rows: that the step computes of these.
-        num_context_tokens: cached tokens that its rows attend to, of all sequences together.
-    """
-
-    num_prefilling: int = 0
-    num_prompt_rows: int = 0
-    num_context_tokens: int = 0
-
-
-DECODE_ONLY = NextStep()
-
-
-class DraftBudget(Protocol):
-    """Chooser of the sizes of draft trees.
-
-    Attributes:
-        num_nodes: most nodes of the trees chosen last, the root included; 1 only if no request drafts.
-        tokens_per_s: see TreeBudget.
-    """
-
-    num_nodes: int
-    tokens_per_s: float
-
-    @property
-    def takes_prompts(self) -> bool:
-        """Return whether prompts are worth sending to a drafter, as trees may follow soon."""
-        ...
-
-    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
-        """Return the largest next tree of each request, of at most `most` nodes.
-
-        Args:
-            decoding: requests that can have a tree.
-            num_plain: requests that decode beside them and cannot.
-        """
-        ...
-
-    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        """Return the parts to verify of deterministic trees that came; the same objects if nothing is left out.
-
-        num_plain: requests that decode beside them.
-        """
-        ...
-
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
-
-
-class FixedDraftBudget:
-    """Budget that always allows the largest trees."""
-
-    num_nodes, tokens_per_s, takes_prompts = 1, 0.0, True
-
-    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
-        self.num_nodes = most
-        return dict.fromkeys(decoding, TreeSize(most, most))
-
-    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        return list(trees)
-
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
 
 
 class CostModel:

@@ -16,17 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from eyas.config import TreeConfig
-from eyas.engine.draft_costs import (
-    DECODE_ONLY,
-    NO_TREE,
-    CostModel,
-    DraftCosts,
-    NextStep,
-    RecentTrees,
-    StepTimes,
-    SurvivalModel,
-    TreeSize,
-)
+from eyas.engine.budget.base import DECODE_ONLY, NO_TREE, NextStep, StepTimes, TreeSize
+from eyas.engine.budget.costs import CostModel, DraftCosts, RecentTrees, SurvivalModel
 from eyas.engine.sequence import ScheduledSequence
 from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.acceptance import VerifyOutput

@@ -1,0 +1,1 @@
+"""Chooses the sizes of draft trees: costs, chances and the choice."""

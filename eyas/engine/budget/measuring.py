@@ -1,0 +1,227 @@
+"""Builds the draft budget of an engine, and times the passes and draft rounds whose costs it has to know."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import nullcontext, suppress
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+
+from eyas.config import EngineConfig, TreeConfig
+from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
+from eyas.emulation.device import Clock
+from eyas.engine.budget.adaptive import AdaptiveDraftBudget
+from eyas.engine.budget.base import DraftBudget, FixedDraftBudget
+from eyas.engine.budget.costs import CostModel, DraftCosts
+from eyas.engine.runner import ModelRunner
+from eyas.kernels.arguments import Draw
+from eyas.models.inputs import Segment
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
+from eyas.sampling.verify import tokens_of
+
+# Seconds after which each further size is timed once, and those after which none is: the table then goes on along its slope.
+REPEAT_LIMIT_S, TIME_LIMIT_S = 0.2, 2.0
+LONG_ENOUGH_S = 0.02
+# Sizes timed at bends of a table at most, and how far off its time may be there, relative to it, for it to be no bend.
+MAX_BENDS, BEND = 4, 0.05
+PREFIX_TOKENS = 64
+# Prefixes and sequences of the passes that time a context, and seconds of a pass from which that takes too long.
+CONTEXT_TOKENS, CONTEXT_SEQUENCES, LONG_PASS_S = 1024, 16, 0.1
+GREEDY = NoiseKey(seed=0)
+
+log = logging.getLogger(__name__)
+
+
+def build_draft_budget(
+    drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]
+) -> DraftBudget:
+    """Return the budget that `engine.draft_budget` names, and what it has to know of costs."""
+    if drafter is None or engine.draft_budget == "fixed":
+        return FixedDraftBudget()
+    verify = measure_verify(runner, engine, tree, clock)
+    context_token_s = measure_context(runner, engine, clock)
+    draft = measure_drafting(drafter, runner, engine, tree, clock)
+    most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
+    log.info("draft budget: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
+    return AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter), context_token_s)
+
+
+def cost_clock(drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, clock: Clock) -> Callable[[], float]:
+    """Return the clock that a draft budget measures costs with.
+
+    It is the processor time of this process where one thread does all work of a step: the wall would count other
+    processes' work too. A GPU, other threads or a drafter in another process work while this thread waits, which only
+    the wall shows.
+    """
+    num_threads = max(torch.get_num_threads(), engine.layer_threads, engine.tensor_parallel_size)
+    is_alone = isinstance(drafter, LocalDrafter) and num_threads == 1 and not has_gpu(engine, runner.target.device)
+    return time.process_time if is_alone and type(clock) is Clock else clock
+
+
+def has_gpu(engine: EngineConfig, device: torch.device) -> bool:
+    """Return whether passes run on a GPU, real or emulated."""
+    return device.type != "cpu" or bool(engine.emulated_device)
+
+
+def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]) -> CostModel:
+    """Return the seconds of a verify pass and its draws by number of rows. Rows are written to the scratch slot, so that
+    none leaks.
+    """
+    nodes, num_slots = tree.num_draft_tokens, runner.kv_cache.scratch
+    prefix = np.arange(max(min(PREFIX_TOKENS, num_slots, runner.target.max_model_len - nodes), 0))
+
+    def segment(num_rows: int) -> Segment:
+        rows = np.arange(num_rows)
+        return Segment(rows * 0, len(prefix) + rows, np.full(num_rows, num_slots), prefix, None, rows, GREEDY)
+
+    def rounds(num_rows: int) -> Iterator[Callable[[], object]]:
+        segments = [segment(min(nodes, num_rows - start)) for start in range(0, num_rows, nodes)]
+        draws = [Draw(GREEDY, 0)] * num_rows
+        while True:
+            yield lambda: tokens_of(runner.forward(segments), draws)
+
+    return measure_sizes(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), clock, needed=nodes)
+
+
+def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[], float]) -> float:
+    """Return the seconds of a verify pass for each cached token that its rows attend to, from short and from long prefixes.
+
+    A GPU reads the context of a sequence once for all of its rows. On a CPU it is a cost of each row: 0 here, as for passes
+    that take long, and for models with sliding windows, which bound what a context costs.
+    """
+    num_slots, count = runner.kv_cache.scratch, min(engine.max_num_seqs, CONTEXT_SEQUENCES)
+    longest = min(CONTEXT_TOKENS, num_slots, runner.target.max_model_len - 1)
+    has_window = getattr(runner.target.config, "sliding_window", None)
+    if longest < 2 * PREFIX_TOKENS or has_window or not has_gpu(engine, runner.target.device):
+        return 0.0
+
+    def rounds(length: int) -> Iterator[Callable[[], object]]:
+        zero, draws = np.zeros(1, np.int64), [Draw(GREEDY, 0)] * count
+        prefixes = [(number * longest + np.arange(length)) % num_slots for number in range(count)]
+        segments = [Segment(zero, zero + length, zero + num_slots, prefix, None, zero, GREEDY) for prefix in prefixes]
+        while True:
+            yield lambda: tokens_of(runner.forward(segments), draws)
+
+    def seconds(length: int) -> float:
+        works = rounds(length)
+        next(works)()
+        return _median_seconds(works, clock, 3)
+
+    short_s = seconds(PREFIX_TOKENS)
+    return max(seconds(longest) - short_s, 0.0) / (count * (longest - PREFIX_TOKENS)) if short_s < LONG_PASS_S else 0.0
+
+
+def measure_drafting(
+    drafter: Drafter, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]
+) -> DraftCosts:
+    """Return the seconds of draft rounds; nothing is known of a drafter in another process."""
+    if not isinstance(drafter, LocalDrafter):
+        return DraftCosts(None, None, tree.top_k)
+    num_rows = max(min(tree.num_draft_tokens - 1, tree.top_k), 1)
+    budget, epochs = TreeBudget(num_rows + 1, 1), itertools.count()
+
+    def context(session: int, epoch: int, start: int, num_tokens: int) -> DraftContext:
+        slots = np.arange(num_tokens if start else num_tokens - 1) % runner.kv_cache.scratch
+        features = runner.features(slots) if drafter.needs.features else None
+        return Commit(f"warm-up {session}", epoch, start, (0,) * num_tokens, features, GREEDY, budget)
+
+    def round_of(num_trees: int, *of_session: int) -> object:
+        """Time a round with the features, which a CPU fuses for it."""
+        return drafter.request([context(session, *of_session) for session in range(num_trees)])()
+
+    def rounds(num_trees: int) -> Iterator[Callable[[], object]]:
+        start, num_tokens, epoch = 0, 4, next(epochs)
+        while True:
+            yield partial(round_of, num_trees, epoch, start, num_tokens)
+            start, num_tokens = start + num_tokens, 2
+
+    try:
+        first = measure_sizes(rounds, engine.max_num_seqs, clock)
+        budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
+        whole = measure_sizes(rounds, engine.max_num_seqs, clock)
+    finally:
+        drafter.release([f"warm-up {session}" for session in range(engine.max_num_seqs)])
+    level = [max(float(whole.at(n) - first.at(n)), 0.0) / max(tree.num_steps - 1, 1) for n in whole.sizes]
+    return DraftCosts(first, CostModel([n * num_rows for n in whole.sizes], level), tree.top_k)
+
+
+def measure_sizes(
+    rounds: Callable[[int], Iterator[Callable[[], object]]],
+    largest: int,
+    clock: Callable[[], float],
+    needed: int = 1,
+) -> CostModel:
+    """Time sizes 1, 4, 16, 32 and so on up to `largest`, and then where the slope may change between two of them.
+
+    A size has one round that does not count. Its time is the median of some rounds, or that of one after REPEAT_LIMIT_S.
+    Sizes up to `needed` are timed however long it takes.
+    """
+    table: dict[int, float] = {}
+    began, size = clock(), 1
+
+    def time_size(size: int) -> bool:
+        """Time a size if it is needed or there is time, and memory. Returns whether it was timed."""
+        passed, last = clock() - began, max(table.values(), default=0.0)
+        is_needed = len(table) < 2 or max(table) < needed
+        if not is_needed and passed + 2 * last * max(size / max(table), 1) > TIME_LIMIT_S:
+            return False
+        works = rounds(size)
+        with suppress(torch.OutOfMemoryError) if table else nullcontext():
+            next(works)()
+            table[size] = _median_seconds(works, clock, 3 if passed < REPEAT_LIMIT_S else 1)
+            return True
+        torch.cuda.empty_cache()
+        return False
+
+    while time_size(size) and size < largest:
+        size = min((4 if size < 16 else 2) * size, largest)
+    for _ in range(MAX_BENDS):
+        bend = _bend(sorted(table), [table[size] for size in sorted(table)])
+        if bend in table or not bend or not time_size(bend):
+            break
+    if max(table) < largest:
+        reason = "as they take too long or too much memory"
+        log.warning("timed sizes up to %d of %d; larger ones are estimated, %s", max(table), largest, reason)
+    # a pause of the machine makes a size look too slow; no larger one that was faster may count as slow as that
+    seconds = [min(own for larger, own in table.items() if larger >= size) for size in sorted(table)]
+    return CostModel(sorted(table), seconds)
+
+
+def _bend(sizes: Seq[int], seconds: Seq[float]) -> int:
+    """Return the size where a convex table may be too high by most, if by more than BEND of it, else 0.
+
+    Between two sizes a convex function lies above the lines through the two sizes before and through the two after. Of a
+    roofline, flat and then linear, these meet at its bend.
+    """
+    slopes = [0.0, *((b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(zip(sizes, seconds, strict=True)))]
+    worst, found = BEND, 0
+    for i in range(len(sizes) - 2):
+        before, within, after = slopes[i : i + 3]
+        if before < within < after:
+            # the line before, from the left size, meets the line after, back from the right size
+            width = ((after - within) / (after - before)) * (sizes[i + 1] - sizes[i])
+            surplus = (within - before) * width / (seconds[i] + within * width)
+            if surplus > worst:
+                worst, found = surplus, sizes[i] + round(width)
+    return found
+
+
+def _median_seconds(works: Iterator[Callable[[], object]], clock: Callable[[], float], least: int) -> float:
+    """Return the median time of as many works as take about LONG_ENOUGH_S, up to 7: the fastest one were too good for steps
+    between other work.
+    """
+    seconds: list[float] = []
+    while len(seconds) < least or (len(seconds) < 7 and math.fsum(seconds) < LONG_ENOUGH_S):
+        work = next(works)
+        began = clock()
+        work()
+        seconds.append(clock() - began)
+    return median(seconds)
