@@ -1,7 +1,7 @@
 """Pages of reference that are generated from code: the schema of the HTTP API, the protos, the command line.
 
-Metrics and the fields of requests stand on docs/telemetry.md and docs/http.md, written by `make chart`. The keys of the
-configuration stand on docs/configuration.md, and a test compares them with the dataclasses.
+`make chart` writes metrics to docs/telemetry.md, fields of requests to docs/http.md and the keys of the configuration to
+docs/configuration.md.
 """
 
 from __future__ import annotations

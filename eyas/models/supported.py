@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import (
-    explained,
-)
+from eyas.models.checkpoint import explained
 from eyas.models.layers.numerics import pin_rotary
 
 RECORDING_ATTENTION = "eyas_recording"
@@ -21,7 +19,6 @@ SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap"}
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position"}
-# First NVIDIA GPUs that convert to and from float8_e4m3.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 

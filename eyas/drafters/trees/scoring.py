@@ -20,14 +20,14 @@ from torch import Tensor
 
 from eyas.device.transfer import Ints, upload
 from eyas.drafters.base import DraftContext, Path, PathMasks
+from eyas.drafters.trees.calibration import Ranking
 from eyas.grammar.compiler import TokenBits
+from eyas.kernels.arguments import MIN_FILTER_TEMPERATURE
 from eyas.kernels.noise import exponential_noise_at, signed
 from eyas.sampling.sampler import MAX_KERNEL_K, Filters, Ranked, filtered_probs, rank
 
 if TYPE_CHECKING:
     from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.calibration import Ranking
-from eyas.kernels.arguments import MIN_FILTER_TEMPERATURE
 
 # "plain": no session shares its noise; "noised": some do; "filtered": some of these have filters too.
 ScorerKind = Literal["plain", "noised", "filtered"]

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from eyas.device.host import has_numba, keep_freed_memory
 from eyas.device.memory import to_huge_pages
 from eyas.device.placement import runs_compiled
+from eyas.kernels.arguments import BLOCK_OUTPUTS
 
 if TYPE_CHECKING:
     from eyas.kernels.cpu.products import Helpers
-from eyas.kernels.arguments import BLOCK_OUTPUTS
 
 Product = Callable[[Tensor], Tensor]
 

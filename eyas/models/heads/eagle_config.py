@@ -97,9 +97,11 @@ def _flatten(config: Settings) -> dict[str, Any]:
 
 
 def _output(head: Settings, names: set[str], source: Path) -> Output:
-    """Return what norm_output means. SpecForge: whether lm_head reads the normed state. Other formats, and a head with a
-    norm per
-    hidden state: whether the next step does (EAGLE-3.1)."""
+    """Return what norm_output means.
+
+    SpecForge: whether lm_head reads the normed state. Other formats, and a head with a norm per hidden state: whether the
+    next step does (EAGLE-3.1).
+    """
     if head.get("norm_output") is None:
         return "state"
     is_normed = get_setting(bool, head, "norm_output", source, False)
@@ -221,9 +223,7 @@ def _check_kind(raw: Settings, names: set[str], asked: Kind, folder: Path) -> No
     for kind, marks in UNSUPPORTED_HEADS.items():
         is_marked = any(raw.get(mark) or mark in words for mark in marks) or any(name.endswith(marks) for name in names)
         if is_marked and not (asked == "peagle" and kind == PEAGLE):
-            raise CheckpointError(
-                f"{folder} holds {kind}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3. Take one of these"
-            )
+            raise CheckpointError(f"{folder} holds {kind}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3")
 
 
 def recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:

@@ -32,8 +32,8 @@ from eyas.services.router.auth.quota import KeyLimits, Quota
 
 KeyScope = Literal["generate", "models", "cluster"]
 
-# Paths outside /v1 that need a key too.
-KEYED_PATHS = ("/tokenize", "/detokenize", "/version")
+# Paths that need no key: probes, metrics, the page and the description of the API. All others do.
+OPEN_PATHS = frozenset({"/", "/live", "/ready", "/health", "/ping", "/metrics", "/docs", "/openapi.json"})
 
 # Seconds between two looks at the file of keys.
 RELOAD_INTERVAL_S = 1.0

@@ -9,13 +9,13 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.errors import EyasError
-from eyas.services.router.auth.keys import KEYED_PATHS, Access, ApiKeys, KeyScope
+from eyas.services.router.auth.keys import OPEN_PATHS, Access, ApiKeys, KeyScope
 from eyas.services.router.http.drafter_kill import KILL_PATH
 from eyas.services.router.http.errors import error_response
 
 
 class Authenticator:
-    """ASGI middleware that requires an API key below /v1, for /tokenize, /detokenize and /version, and to kill the drafter.
+    """ASGI middleware that requires an API key for every path but OPEN_PATHS and the files of the playground.
 
     The key is in the header `Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it.
 
@@ -27,8 +27,8 @@ class Authenticator:
         self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = get_route_path(scope) if scope["type"] == "http" else ""
-        if not (path.startswith(("/v1/", *KEYED_PATHS)) or path == KILL_PATH):
+        path = get_route_path(scope) if scope["type"] == "http" else "/"
+        if path in OPEN_PATHS or (path.startswith("/playground/") and path != KILL_PATH):
             await self._app(scope, receive, send)
             return
         app, access = self._app, Access()
@@ -49,7 +49,7 @@ class Authenticator:
 
 
 def _scope_of(path: str) -> KeyScope:
-    """Return the scope that a path below /v1 needs."""
+    """Return the scope that a path needs."""
     if path == "/v1/cluster":
         return "cluster"
     return "models" if path.startswith(("/v1/models", "/version")) else "generate"

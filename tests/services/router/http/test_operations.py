@@ -38,7 +38,7 @@ from eyas.rpc.server import RpcServer
 from eyas.services.discovery.probing import build_discovery
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.local.cluster import free_port
-from eyas.services.router.auth.keys import ApiKeys, load_api_keys, plain_keys
+from eyas.services.router.auth.keys import OPEN_PATHS, ApiKeys, load_api_keys, plain_keys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.dispatch.generation import GenerationService
 from eyas.services.router.dispatch.workers import WorkerPool
@@ -201,6 +201,19 @@ def test_browsers_of_allowed_origins_may_use_the_api(url: str) -> None:
                 assert found == {allowed}
             answer = await client.get(f"{other}/v1/models", headers={"Origin": page})
             assert "access-control-allow-origin" not in answer.headers
+
+    asyncio.run(body())
+
+
+def test_every_route_but_open_ones_requires_a_key(url: str) -> None:
+    """So does a path that does not exist, and a route that is added."""
+
+    async def body() -> None:
+        async with http_router(url, keys=ApiKeys(plain_keys(["one"], "test"))) as base:
+            paths = [*(await get(base, "/openapi.json")).json()["paths"], "/v1/models/a", "/v2/new", "/docs", "/"]
+            assert {"/version", "/tokenize", "/v1/completions", "/metrics"} <= set(paths)
+            answers = {path: (await get(base, path)).status_code for path in paths}
+            assert {path for path, status in answers.items() if status != 401} == {*OPEN_PATHS} - {"/openapi.json"}
 
     asyncio.run(body())
 
