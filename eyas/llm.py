@@ -32,7 +32,7 @@ from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest
-from eyas.models.checkpoint import resolve, resolve_placement
+from eyas.models.checkpoint import Checkpoint, resolve_placement
 from eyas.models.generation_config import sampling_defaults
 from eyas.models.parallel.workers import RankInfo
 from eyas.progress import progress
@@ -122,28 +122,28 @@ class LLM:
         **arguments: Any,
     ) -> None:
         engine = replace(engine_config(arguments, engine or EngineConfig()), max_queued_requests=sys.maxsize)
-        resolve(model)  # a missing target is not the head's fault
         one_of(GenerationDefaults, generation_config=generation_config)
-        self._default_params = SamplingParams(**sampling_defaults(model, generation_config))  # type: ignore[arg-type]
+        checkpoint = Checkpoint(model)
+        self._default_params = SamplingParams(**sampling_defaults(checkpoint, generation_config))  # type: ignore[arg-type]
         self._tokenizer = load_tokenizer(tokenizer or model)  # before the weights, which take longer
         drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
-        device, dtype = resolve_placement(device, _dtype_name(dtype), model)
+        device, dtype = resolve_placement(device, _dtype_name(dtype), checkpoint)
         use_threads(threads, (device, dtype))
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
         drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)
         head = DraftHead(drafts.draft_model, drafts.method)
         shape = drafts.tree or TreeConfig()
-        fuser = head.build_fuser(model, dtype, device)
+        fuser = head.build_fuser(checkpoint, dtype, device)
         with progress(waits=True) as shown, ExitStack() as undo:
             shown.show(f"loading {model}")
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)
             undo.callback(ranks.close)
-            target = load_model(model, fuser, dtype, device, engine, ranks)
+            target = load_model(checkpoint, fuser, dtype, device, engine, ranks)
             wiring, drafter = None, None
             if fuser is not None and validate_head == "auto" and ranks.size == 1:
-                wiring = head.resolve_wiring(target, fuser, model, dtype, device)
+                wiring = head.resolve_wiring(target, fuser, checkpoint, dtype, device)
             if head.drafts:
-                drafter = head.build_drafter(model, dtype, device, shape, drafting, drafts.methods, wiring)
+                drafter = head.build_drafter(checkpoint, dtype, device, shape, drafting, drafts.methods, wiring)
             levels = head.resolve_tree(shape)
             self.llm_engine: Engine = assemble_engine(target, fuser, engine, levels, drafter, ranks)
             undo.pop_all()

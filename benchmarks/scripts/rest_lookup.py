@@ -25,6 +25,7 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.lookup.datastore import build_datastore, documents_of, open_datastore, vocabulary_digest
 from eyas.drafters.lookup.rest import load_rest
 from eyas.errors import ConfigError
+from eyas.models.checkpoint import Checkpoint
 from eyas.progress import progress
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.text.tokenizer import load_tokenizer
@@ -84,7 +85,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         store, cases = build(tokens, Path(folder)), []
         for tree in settings.trees:
-            drafter = load_rest(folder, TARGET, tree, settings.rest, DraftingConfig())
+            drafter = load_rest(folder, Checkpoint(TARGET), tree, settings.rest, DraftingConfig())
             cases += [measure(drafter, tree, n, t, repeats) for n in (1, 8, 32) for t in (0.0, 0.6, 1.0)]
     program = "python -m benchmarks.scripts.rest_lookup"
     Report.here("rest-lookup", program, "cpu", settings, [store, *cases], tables(store, cases)).publish(out)

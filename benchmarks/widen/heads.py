@@ -30,7 +30,7 @@ from eyas.bench.report import number
 from eyas.config.file_values import get_setting
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import read_config, read_target_config, read_tensors, resolve
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.block_config import (
     BlockHeadConfig,
     block_config_json,
@@ -57,7 +57,7 @@ SPARE_BYTES = 1 << 30
 class TargetSizes:
     """Sizes of the small target, and of the shape that it gets, that heads need."""
 
-    folder: Path
+    checkpoint: Checkpoint
     layers: LayerSizes
     num_layers: int
     vocab_size: int
@@ -67,10 +67,10 @@ class TargetSizes:
     @classmethod
     def read(cls, path_or_id: str, shape: Shape, dtype: torch.dtype) -> TargetSizes:
         """Read the sizes of the target in a folder. Raises CheckpointError."""
-        folder = resolve(path_or_id)
-        config, source = read_target_config(folder), folder / "config.json"
+        checkpoint = Checkpoint(path_or_id)
+        config, source = checkpoint.text_config, checkpoint.config_file
         num_layers, vocab = (get_setting(int, config, key, source) for key in ("num_hidden_layers", "vocab_size"))
-        return cls(folder, read_layer_sizes(config, source), num_layers, vocab, shape, dtype)
+        return cls(checkpoint, read_layer_sizes(config, source), num_layers, vocab, shape, dtype)
 
     @property
     def new_vocab_size(self) -> int:
@@ -106,21 +106,21 @@ def widen_head(path_or_id: str, target: TargetSizes) -> WideModel:
 
     Raises CheckpointError for a head that cannot be widened exactly, ConfigError for a shape that is too small.
     """
-    folder, method = resolve(path_or_id), DraftHead(path_or_id).method
+    head, method = Checkpoint(path_or_id), DraftHead(path_or_id).method
     if method in EAGLE_KINDS:
-        return _widen_eagle(folder, EAGLE_KINDS[method], target)
+        return _widen_eagle(head, EAGLE_KINDS[method], target)
     if method in BLOCK_KINDS:
-        return _widen_block(folder, target)
+        return _widen_block(head, target)
     if method in ("medusa", "hydra"):
-        return (_widen_medusa if method == "medusa" else _widen_hydra)(folder, target)
+        return (_widen_medusa if method == "medusa" else _widen_hydra)(head, target)
     if method == "sps":
         shape = replace(SHAPES.get(target.shape.small, target.shape), vocab_size=target.new_vocab_size)
-        return widen_target(path_or_id, shape, target.dtype, folder.name)
-    raise CheckpointError(f"cannot widen {folder}, which is for the method {method}; leave it out")
+        return widen_target(path_or_id, shape, target.dtype, head.folder.name)
+    raise CheckpointError(f"cannot widen {head.folder}, which is for the method {method}; leave it out")
 
 
-def _widen_eagle(folder: Path, kind: Kind, target: TargetSizes) -> WideModel:
-    config = read_head_config(folder, read_target_config(target.folder), kind)
+def _widen_eagle(head: Checkpoint, kind: Kind, target: TargetSizes) -> WideModel:
+    folder, config = head.folder, read_head_config(head, target.checkpoint.text_config, kind)
     _refuse(
         folder,
         {
@@ -144,7 +144,7 @@ def _widen_eagle(folder: Path, kind: Kind, target: TargetSizes) -> WideModel:
     # The first layer of EAGLE-3 reads embedding and feature side by side; it is called midlayer.
     first = Widening(config, wide, target.pads, False, {**axes, "input": Axis.joined([state] * 2)}, target.dtype)
     known = tensor_shapes(config)
-    tensors = {canonical_name(name, kind): tensor for name, tensor in read_tensors(folder).items()}
+    tensors = {canonical_name(name, kind): tensor for name, tensor in head.tensors().items()}
     ids = torch.arange(config.draft_vocab_size) + tensors.pop("d2t", 0)
     tensors.pop("t2d", None)
     placed = [
@@ -156,8 +156,8 @@ def _widen_eagle(folder: Path, kind: Kind, target: TargetSizes) -> WideModel:
     return WideModel(folder.name, config_json(wide), [*placed, *maps])
 
 
-def _widen_block(folder: Path, target: TargetSizes) -> WideModel:
-    config = read_block_config(folder, read_target_config(target.folder))
+def _widen_block(head: Checkpoint, target: TargetSizes) -> WideModel:
+    folder, config = head.folder, read_block_config(head, target.checkpoint.text_config)
     _refuse(
         folder,
         {
@@ -174,7 +174,7 @@ def _widen_block(folder: Path, target: TargetSizes) -> WideModel:
         wiring=target.wiring(config.wiring),
     )  # fmt: skip
     widening = Widening(config, wide, target.pads, True, _block_axes(config, wide, target, draft), target.dtype)
-    tensors = {canonical_block_name(name): tensor for name, tensor in read_tensors(folder).items()}
+    tensors = {canonical_block_name(name): tensor for name, tensor in head.tensors().items()}
     known, ids = block_tensor_shapes(config), torch.arange(config.draft_vocab_size) + tensors.pop("d2t", 0)
     tensors.pop("t2d", None)
     placed = [widening.place(name, tensor) for name, tensor in tensors.items() if name in known]
@@ -199,9 +199,9 @@ def _block_axes(c: BlockHeadConfig, wide: BlockHeadConfig, target: TargetSizes, 
     }
 
 
-def _widen_medusa(folder: Path, target: TargetSizes) -> WideModel:
+def _widen_medusa(checkpoint: Checkpoint, target: TargetSizes) -> WideModel:
     """Widen Medusa heads in vLLM's layout. The target's final state has the constant; blocks pass it on."""
-    head = load_medusa(str(folder), str(target.folder))
+    head = load_medusa(checkpoint, target.checkpoint)
     widening, hidden = _hidden_only(target)
     is_whole = len(head.draft_ids) == target.vocab_size
     draft = target.draft_axis(len(head.draft_ids), is_whole)
@@ -215,16 +215,17 @@ def _widen_medusa(folder: Path, target: TargetSizes) -> WideModel:
         tensors.append(widening.put(f"lm_heads.{index}.weight", output, draft, hidden, kind="lm_head"))
     tensors += [] if is_whole else [SparseTensor.dense("token_map", target.draft_ids(head.draft_ids, draft))]
     shared = len(head.outputs) == 1 < head.num_heads
-    config = read_config(folder) | {"logit_scale": 1.0, "original_lm_head": shared, "truncated_vocab_size": draft.size}
-    return WideModel(folder.name, _resized(config, target), tensors)
+    changed = {"logit_scale": 1.0, "original_lm_head": shared, "truncated_vocab_size": draft.size}
+    config = {**checkpoint.config, **changed}
+    return WideModel(checkpoint.folder.name, _resized(config, target), tensors)
 
 
-def _widen_hydra(folder: Path, target: TargetSizes) -> WideModel:
+def _widen_hydra(checkpoint: Checkpoint, target: TargetSizes) -> WideModel:
     """Widen a Hydra head, whose first block passes on the constant of the target's final state."""
-    config = read_hydra_config(folder)
-    own_embedding = "input_embed_fn.weight" in read_tensors(folder, HYDRA_FILES)
-    _refuse(folder, {"it has a prefix layer": config.has_prefix, "it has an embedding of its own": own_embedding})
-    head = load_hydra(str(folder), str(target.folder))
+    config = read_hydra_config(checkpoint)
+    own_embedding = "input_embed_fn.weight" in checkpoint.tensors(HYDRA_FILES)
+    _refuse(checkpoint.folder, {"it has a prefix layer": config.has_prefix, "it has an embedding of its own": own_embedding})
+    head = load_hydra(checkpoint, target.checkpoint)
     widening, hidden = _hidden_only(target)
     is_whole = len(head.draft_ids) == target.vocab_size
     draft = target.draft_axis(len(head.draft_ids), is_whole)
@@ -248,12 +249,12 @@ def _widen_hydra(folder: Path, target: TargetSizes) -> WideModel:
         if mlp.bias is not None:
             tensors.append(widening.put(f"{output}.bias", mlp.bias, Axis.first(1), draft))
     tensors += [] if is_whole else [SparseTensor.dense("token_map", target.draft_ids(head.draft_ids, draft))]
-    return WideModel(folder.name, _resized(read_config(folder), target), tensors)
+    return WideModel(checkpoint.folder.name, _resized(checkpoint.config, target), tensors)
 
 
 def _hidden_only(target: TargetSizes) -> tuple[Widening, Axis]:
     """Return the placement for heads without layers."""
-    wide = widen_sizes(target.layers, target.shape, target.pads, target.folder)
+    wide = widen_sizes(target.layers, target.shape, target.pads, target.checkpoint.folder)
     return Widening(target.layers, wide, target.pads, False, {}, target.dtype), Axis.first(target.layers.hidden, wide.hidden)
 
 
@@ -279,7 +280,7 @@ def widen(model: str, heads: Sequence[str], shape: Shape, out: Path, dtype: str,
 
     Raises CheckpointError and ConfigError, before anything is written, and ConfigError if the disk is full.
     """
-    stored = read_target_config(resolve(model))
+    stored = Checkpoint(model).text_config
     dtype = dtype if dtype != "auto" else str(stored.get("dtype") or stored.get("torch_dtype") or "float32")
     kind = getattr(torch, dtype)
     sizes = TargetSizes.read(model, shape, kind)

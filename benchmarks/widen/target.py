@@ -29,7 +29,7 @@ from torch import Tensor
 from benchmarks.widen.sparse import Patch, SparseTensor
 from eyas.config.file_values import get_setting
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import read_config, read_tensors, resolve
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.layers import LayerSizes, read_layer_sizes
 
 # The constant hidden state, a power of two, so that every dtype holds it exactly.
@@ -293,8 +293,8 @@ def widen_target(path_or_id: str, shape: Shape, dtype: torch.dtype, name: str = 
 
     Raises CheckpointError for another family, ConfigError for a shape that is too small.
     """
-    folder = resolve(path_or_id)
-    config, source = read_config(folder), folder / "config.json"
+    checkpoint = Checkpoint(path_or_id)
+    folder, config, source = checkpoint.folder, checkpoint.config, checkpoint.config_file
     if config.get("model_type") not in FAMILIES:
         raise CheckpointError(
             f"cannot widen {folder}: model_type is {config.get('model_type')!r}; it must be one of {', '.join(FAMILIES)}"
@@ -312,7 +312,7 @@ def widen_target(path_or_id: str, shape: Shape, dtype: torch.dtype, name: str = 
     axis = Axis.first(vocab, new_vocab)
     has_norms = config["model_type"] == "qwen3"
     widening = Widening(sizes, wide, new_vocab > vocab, has_norms, {"vocab": axis, "draft": axis}, dtype)
-    tensors = {each: tensor for each, tensor in read_tensors(folder).items() if not each.endswith(IGNORED)}
+    tensors = {each: tensor for each, tensor in checkpoint.tensors().items() if not each.endswith(IGNORED)}
     if "model.embed_tokens.weight" not in tensors:
         raise CheckpointError(f"cannot widen {folder}: it has no embeddings; a draft head goes to --draft-model")
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"])

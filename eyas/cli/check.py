@@ -74,12 +74,12 @@ def _write_wiring(draft_model: str, wiring: HeadWiring) -> Path:
 
     Raises CheckpointError for a hub id: its files are shared, and a new download would drop the record.
     """
-    from eyas.models.checkpoint import WIRING_KEY, read_config
+    from eyas.models.checkpoint import WIRING_KEY, Checkpoint
 
     if not Path(draft_model).is_dir():
         raise CheckpointError(f"{draft_model!r} is not a local folder; copy the head into one, and run the check on that")
     file = Path(draft_model, "config.json")
-    file.write_text(json.dumps({**read_config(Path(draft_model)), WIRING_KEY: asdict(wiring)}, indent=1) + "\n")
+    file.write_text(json.dumps({**Checkpoint(draft_model).config, WIRING_KEY: asdict(wiring)}, indent=1) + "\n")
     return file
 
 

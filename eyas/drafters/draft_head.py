@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
 from eyas.config.drafting import NO_DRAFTS, check_method, check_quantization
@@ -18,7 +16,7 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.lookup.datastore import HEADER as DATASTORE_HEADER
 from eyas.drafters.registry import DEFAULT_NUM_STEPS, METHODS, DrafterParts, Method, find_method, with_levels
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import EMBEDDING_NAMES, WIRING_KEY, explained, read_config, resolve, weight_map
+from eyas.models.checkpoint import EMBEDDING_NAMES, WIRING_KEY, Checkpoint, CheckpointSource, explained, open_checkpoint
 from eyas.models.heads.block_config import find_kind
 from eyas.models.heads.eagle_config import HeadWiring, find_eagle_kind
 from eyas.models.heads.fusers import FeatureFuser, LinearFuser
@@ -33,7 +31,7 @@ FOR_DRAFTER = "lower drafting.max_kv_tokens or drafting.cuda_graph_max_batch, or
 
 
 class DraftHead:
-    """A folder, hub id or file to draft with, and the method that uses it. Its folder is looked at once.
+    """A folder, hub id or file to draft with, and the method that uses it. Its config and tensor names are read once.
 
     Every method of this class raises ConfigError for an unknown drafting method or a missing head, and CheckpointError for
     a head that does not load or is for another method.
@@ -44,6 +42,7 @@ class DraftHead:
 
     def __init__(self, path: str, method: str = "") -> None:
         self.path = path
+        self._checkpoint = Checkpoint(path)
         self._named = method
 
     @cached_property
@@ -68,17 +67,17 @@ class DraftHead:
 
         EAGLE-1's heads give eagle2: its dynamic trees are the better ones.
         """
-        if (self._folder / DATASTORE_HEADER).exists():
+        if (self._checkpoint.folder / DATASTORE_HEADER).exists():
             return "rest"
-        raw = self._config
+        raw = self._checkpoint.config
         called = " ".join(map(str, (*(raw.get("architectures") or ()), raw.get("model_type")))).lower()
         heads = next((kind for kind in ("medusa", "hydra") if kind in called or f"{kind}_num_heads" in raw), None)
         if found := heads or find_kind(raw):
             return found
-        if eagle := find_eagle_kind(self._folder):
+        if eagle := find_eagle_kind(self._checkpoint.files):
             return "eagle2" if eagle == "eagle" else eagle
         # a head of an unknown kind may be called a model too
-        is_model = bool(set(EMBEDDING_NAMES) & weight_map(self._folder).keys())
+        is_model = bool(set(EMBEDDING_NAMES) & self._checkpoint.files.keys())
         return "sps" if is_model and "causallm" in called and "eagle" not in called else None
 
     def resolve_tree(self, tree: TreeConfig) -> TreeConfig:
@@ -88,11 +87,11 @@ class DraftHead:
         if not self.drafts:
             return replace(tree, num_steps=DEFAULT_NUM_STEPS)
         with self._loading() as method:
-            return replace(tree, num_steps=method.num_steps(self.path, tree))
+            return replace(tree, num_steps=method.num_steps(self._checkpoint, tree))
 
     def build_drafter(
         self,
-        target: str,
+        target: CheckpointSource,
         dtype: str,
         device: str,
         tree: TreeConfig,
@@ -103,9 +102,8 @@ class DraftHead:
     ) -> LocalDrafter:
         """Build and warm up a drafter, see DrafterParts. Raises OutOfMemory when the device has too little."""
         name = self.method
-        parts = DrafterParts(
-            target, self.path, dtype, device, tree, drafting, methods or MethodsConfig(), wiring, has_idle_time
-        )
+        target, methods = open_checkpoint(target), methods or MethodsConfig()
+        parts = DrafterParts(target, self._checkpoint, dtype, device, tree, drafting, methods, wiring, has_idle_time)
         report_phase("loading")
         with explain_out_of_memory(f"no memory for the drafter {name}", device, FOR_DRAFTER):
             with self._loading() as method:
@@ -115,13 +113,13 @@ class DraftHead:
             drafter.warm_up()
         return drafter
 
-    def build_fuser(self, target: str, dtype: str, device: str) -> FeatureFuser | None:
+    def build_fuser(self, target: CheckpointSource, dtype: str, device: str) -> FeatureFuser | None:
         """Build what makes the method's features beside the target; None for a method without features."""
         features = find_method(self.method).features if self.drafts else None
         if features is None:
             return None
         with self._loading():
-            fuser = features.load_fuser(self.path, target, dtype, device)
+            fuser = features.load_fuser(self._checkpoint, open_checkpoint(target), dtype, device)
         if isinstance(fuser, LinearFuser):
             fuser.serve()
         return fuser
@@ -134,9 +132,9 @@ class DraftHead:
         if features is None:
             return NO_FEATURES
         with self._loading():
-            return features.fingerprint(self.path)
+            return features.fingerprint(self._checkpoint)
 
-    def validate(self, model: TargetModel, target: str, dtype: str, device: str) -> WiringReport | None:
+    def validate(self, model: TargetModel, target: CheckpointSource, dtype: str, device: str) -> WiringReport | None:
         """Measure how well the head works beside the loaded target `model` in each plausible wiring.
 
         Returns None for a method without such a head.
@@ -145,10 +143,10 @@ class DraftHead:
         if validate is None:
             return None
         with self._loading():
-            return validate(model, self.path, target, dtype, device)
+            return validate(model, self._checkpoint, open_checkpoint(target), dtype, device)
 
     def resolve_wiring(
-        self, model: TargetModel, fuser: FeatureFuser, target: str, dtype: str, device: str
+        self, model: TargetModel, fuser: FeatureFuser, target: CheckpointSource, dtype: str, device: str
     ) -> HeadWiring | None:
         """Find the wiring in which the head works, log it, and set it on target and fuser; drafters must take it too.
 
@@ -160,7 +158,7 @@ class DraftHead:
         report = self.validate(model, target, dtype, device)
         if report is None:
             return None
-        if WIRING_KEY in self._config:
+        if WIRING_KEY in self._checkpoint.config:
             report = replace(report, scores=report.scores[:1])
         else:
             report.require(self.path)
@@ -177,14 +175,6 @@ class DraftHead:
         fuser.aux_hidden_state_layers = report.best.wiring.aux_hidden_state_layers
         model.set_aux_hidden_state_layers(fuser.aux_hidden_state_layers)
         return report.best.wiring
-
-    @cached_property
-    def _folder(self) -> Path:
-        return resolve(self.path)
-
-    @cached_property
-    def _config(self) -> Mapping[str, Any]:
-        return read_config(self._folder)
 
     @contextmanager
     def _loading(self) -> Iterator[Method]:

@@ -30,13 +30,7 @@ from eyas.drafters.lookup.suffix import SuffixDrafter
 from eyas.drafters.multi_head import MultiHeadDrafter
 from eyas.drafters.trees.growth import StaticTree
 from eyas.models.backends.cuda_graphs import Capture, CudaCapture
-from eyas.models.checkpoint import (
-    check_vocabulary,
-    head_fingerprint,
-    read_config,
-    read_target_config,
-    resolve,
-)
+from eyas.models.checkpoint import Checkpoint, check_vocabulary, head_fingerprint
 from eyas.models.heads.block import load_block_fuser, load_block_head, serve
 from eyas.models.heads.block_config import BlockKind, read_block_size
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
@@ -62,13 +56,13 @@ class DrafterParts:
     """Parts from which a drafter is built.
 
     Attributes:
-        head: folder, hub id or file that the method loads; empty if it loads nothing.
+        head: what the method loads; its path is empty if it loads nothing, and may be a file.
         wiring: how an EAGLE-3 or block head is wired; None if its config says so.
         has_idle_time: whether `draft_ahead` is called while the drafter has nothing else to do, as draft services do.
     """
 
-    target: str
-    head: str
+    target: Checkpoint
+    head: Checkpoint
     dtype: str
     device: str
     tree: TreeConfig
@@ -108,8 +102,8 @@ class TargetFeatures:
         fingerprint: identifies them, from the head: equal fingerprints mean equal features.
     """
 
-    load_fuser: Callable[[str, str, str, str], FeatureFuser]
-    fingerprint: Callable[[str], str]
+    load_fuser: Callable[[Checkpoint, Checkpoint, str, str], FeatureFuser]
+    fingerprint: Callable[[Checkpoint], str]
 
 
 @dataclass(frozen=True)
@@ -122,8 +116,8 @@ class Method:
         optional_head: what may be named, if nothing must.
         needs: what it takes besides committed tokens, in words for `eyas drafters`.
         features: the target features that it is fed, if any.
-        validate: compares the head's guesses with the target's, if that is possible; from (target, head, folder of the
-            target, dtype, device).
+        validate: compares the head's guesses with the target's, if that is possible; from (target, head, checkpoint of
+            the target, dtype, device).
         has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
         num_steps: levels of its trees if `tree.num_steps` names none, from the head and the tree's other sizes.
     """
@@ -133,9 +127,9 @@ class Method:
     optional_head: str = ""
     needs: tuple[Need, ...] = ()
     features: TargetFeatures | None = None
-    validate: Callable[[TargetModel, str, str, str, str], WiringReport] | None = None
+    validate: Callable[[TargetModel, Checkpoint, Checkpoint, str, str], WiringReport] | None = None
     has_probs: bool = False
-    num_steps: Callable[[str, TreeConfig], int] = lambda head, tree: DEFAULT_NUM_STEPS
+    num_steps: Callable[[Checkpoint, TreeConfig], int] = lambda head, tree: DEFAULT_NUM_STEPS
 
 
 def _build_eagle1(parts: DrafterParts) -> LocalDrafter:
@@ -167,7 +161,7 @@ def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
 
 
 def _build_multi_head(
-    load: Callable[[str, str, str, str, str], MedusaHead | HydraHead], parts: DrafterParts
+    load: Callable[[Checkpoint, Checkpoint, str, str, str], MedusaHead | HydraHead], parts: DrafterParts
 ) -> LocalDrafter:
     head = load(parts.head, parts.target, parts.dtype, parts.device, parts.drafting.quantization)
     return MultiHeadDrafter(head, parts.tree, parts.drafting, parts.methods.medusa, parts.capture())
@@ -182,13 +176,12 @@ def _build_draft_model(parts: DrafterParts) -> LocalDrafter:
 
 
 def _build_rest(parts: DrafterParts) -> LocalDrafter:
-    source = parts.methods.rest.datastore or parts.head
+    source = parts.methods.rest.datastore or parts.head.path
     return load_rest(source, parts.target, parts.tree, parts.methods.rest, parts.drafting)
 
 
-def _final_fuser(head: str, target: str, dtype: str, device: str) -> FeatureFuser:
-    folder = resolve(target)
-    return FeatureFuser(get_setting(int, read_target_config(folder), "hidden_size", folder / "config.json"))
+def _final_fuser(head: Checkpoint, target: Checkpoint, dtype: str, device: str) -> FeatureFuser:
+    return FeatureFuser(get_setting(int, target.text_config, "hidden_size", target.config_file))
 
 
 # Final states are the same whatever the head.
@@ -213,7 +206,7 @@ _BLOCK = Method(
     features=TargetFeatures(load_block_fuser, head_fingerprint),
     validate=validate_block_head,
     has_probs=True,
-    num_steps=lambda head, tree: read_block_size(resolve(head)),
+    num_steps=lambda head, tree: read_block_size(head),
 )
 
 # A level costs a lookup nothing: its trees may be chains.
@@ -239,7 +232,7 @@ _METHODS: Mapping[str, Method] = {
         features=TargetFeatures(partial(load_fuser, kind="peagle"), head_fingerprint),
         validate=partial(validate_head, kind="peagle"),
         has_probs=True,
-        num_steps=lambda head, tree: trained_depth(read_config(resolve(head))),
+        num_steps=lambda head, tree: trained_depth(head.config),
     ),
     **{kind: replace(_BLOCK, build=partial(_build_block, kind)) for kind in BLOCK_KINDS},
     "medusa": _MEDUSA,
@@ -277,7 +270,8 @@ def _combine(sides: Sequence[Method]) -> Method:
 
 
 def _build_combined(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafter:
-    first, second = (side.build(with_levels(side, parts if side.head else replace(parts, head=""))) for side in sides)
+    without_head = replace(parts, head=Checkpoint(""))
+    first, second = (side.build(with_levels(side, parts if side.head else without_head)) for side in sides)
     deepest = max(sides, key=lambda side: side.num_steps(parts.head, parts.tree))
     tree = with_levels(deepest, parts).tree
     return CombinedDrafter(first, second, tree, parts.methods.combined, prepares=parts.has_idle_time)

@@ -27,7 +27,7 @@ from eyas.models.backends.base import BackendPlan, ForwardBackend
 from eyas.models.backends.cpu import share_layers
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
 from eyas.models.backends.pass_memory import reserved_bytes
-from eyas.models.checkpoint import context_length, read_config, resolve
+from eyas.models.checkpoint import CheckpointSource, context_length, open_checkpoint
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.layers.attention import kv_sources
 from eyas.models.loading import check_tensor_parallel, load_target
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def load_model(
-    target: str,
+    target: CheckpointSource,
     fuser: FeatureFuser | None,
     dtype: str,
     device: str,
@@ -62,9 +62,10 @@ def load_model(
     shard = Shard(0, workers.size) if workers and workers.size > 1 else None
     layers = fuser.aux_hidden_state_layers if fuser else ()
     report_phase("loading")
+    target = open_checkpoint(target)
     if engine.quantization:
-        check_quantization(engine.quantization, read_config(resolve(target)), target)
-    with explain_out_of_memory(f"no memory for the weights of {target!r}", device, FOR_WEIGHTS):
+        check_quantization(engine.quantization, target.config, target.path)
+    with explain_out_of_memory(f"no memory for the weights of {target.path!r}", device, FOR_WEIGHTS):
         return load_target(target, dtype, device, layers, engine.max_model_len, shard)
 
 

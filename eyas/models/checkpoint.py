@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -99,31 +100,99 @@ def resolve(path_or_id: str) -> Path:
         raise CheckpointError(f"cannot fetch {path_or_id!r} from the hub, and no such folder exists: {error}") from error
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a checkpoint. Raises CheckpointError, also for a value that `CONFIG_VALUES` does not allow."""
-    file = folder / "config.json"
-    config = read_json(file)
-    check_values(config, file)
-    return config
+class Checkpoint:
+    """A folder of config and weights. Its config and the names of its tensors are read once, when first asked for.
 
+    Everything that reads raises CheckpointError.
 
-def read_target_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a target's language model, which multimodal checkpoints nest. Raises CheckpointError."""
-    config = read_config(folder)
-    nested = config.get("text_config")
-    return {**config, **nested} if isinstance(nested, dict) else config
-
-
-def read_plain_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a draft head. Raises CheckpointError, also for quantised weights: heads are served with plain
-    ones.
+    Attributes:
+        path: folder or hub id.
     """
-    config = read_config(folder)
-    if kind := quantisation(config):
-        raise CheckpointError(
-            f"{folder} holds a draft head quantised by {kind}, which Eyas does not serve; take the head with plain weights"
-        )
-    return config
+
+    def __init__(self, path_or_id: str | Path) -> None:
+        self.path = str(path_or_id)
+
+    def __str__(self) -> str:
+        return self.path
+
+    @cached_property
+    def folder(self) -> Path:
+        """The local folder, see `resolve`."""
+        return resolve(self.path)
+
+    @property
+    def config_file(self) -> Path:
+        """The file of `config`, for errors."""
+        return self.folder / "config.json"
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The config.json. Also a value that `CONFIG_VALUES` does not allow is an error."""
+        config = read_json(self.config_file)
+        check_values(config, self.config_file)
+        return config
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        """The config of a target's language model, which multimodal checkpoints nest."""
+        nested = self.config.get("text_config")
+        return {**self.config, **nested} if isinstance(nested, dict) else self.config
+
+    @property
+    def head_config(self) -> Mapping[str, Any]:
+        """The config of a draft head. Quantised weights are an error: heads are served with plain ones."""
+        if kind := quantisation(self.config):
+            raise CheckpointError(
+                f"{self.folder} holds a draft head quantised by {kind}, which Eyas does not serve; take the head with plain "
+                "weights"
+            )
+        return self.config
+
+    @cached_property
+    def files(self) -> Mapping[str, Path]:
+        """The file of each tensor, sharded or not.
+
+        Names are without what a trainer's wrapper wrote before them; tables that are no weights are left out.
+        """
+        for file in (self.folder / name for name in WEIGHT_FILES):
+            if file.suffix == ".json" and file.exists():
+                return {own: shard for name, shard in _read_index(file).items() if (own := _own_name(name))}
+            if file.exists():
+                with _open_weights(file, "meta") as (names, _):
+                    return dict.fromkeys(names, file)
+        raise CheckpointError(f"{self.folder} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
+
+    def tensors(self, own_names: tuple[str, ...] = ()) -> dict[str, Tensor]:
+        """Read all tensors, from safetensors or pytorch_model.bin. own_names: files to look for first."""
+        own = [self.folder / name for name in own_names if (self.folder / name).exists()]
+        files = own[:1] or sorted(set(self.files.values()))
+        return {name: tensor for file in files for name, tensor in _read_file(file)}
+
+    def tensor(self, names: tuple[str, ...]) -> Tensor:
+        """Read the first of `names` that the checkpoint holds; of safetensors nothing else is read."""
+        for name in names:
+            if name in self.files:
+                return dict(_read_file(self.files[name], name))[name]
+        raise CheckpointError(f"{self.folder} holds none of the tensors {', '.join(names)}")
+
+    def vocabulary(self, names: tuple[str, ...], shape: tuple[int, int]) -> Tensor:
+        """Read the embedding or lm_head of a target, [V, C], for a head without its own. Another shape is an error."""
+        tensor = self.tensor(names)
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{self.folder}: {names[0]} has shape {list(tensor.shape)} and dtype {tensor.dtype}; the head needs "
+                f"floating-point numbers of shape {list(shape)}"
+            )
+        return tensor
+
+
+# A folder or hub id, or what has been opened already.
+CheckpointSource = str | Path | Checkpoint
+
+
+def open_checkpoint(source: CheckpointSource) -> Checkpoint:
+    """Return the checkpoint, which reads its folder once, however many loaders it is given to."""
+    return source if isinstance(source, Checkpoint) else Checkpoint(source)
 
 
 def check_quantisation(config: Mapping[str, Any], source: object, device: str) -> None:
@@ -149,49 +218,16 @@ def check_quantisation(config: Mapping[str, Any], source: object, device: str) -
         )
 
 
-def read_tensors(folder: Path, own_names: tuple[str, ...] = ()) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint, from safetensors or pytorch_model.bin, sharded or not.
-
-    own_names: files to look for first. Raises CheckpointError.
-    """
-    own = [folder / name for name in own_names if (folder / name).exists()]
-    files = own[:1] or sorted(set(weight_map(folder).values()))
-    return {name: tensor for file in files for name, tensor in _read_file(file)}
-
-
-def read_tensor(folder: Path, names: tuple[str, ...]) -> Tensor:
-    """Return the first of `names` that the checkpoint holds; of safetensors nothing else is read. Raises CheckpointError."""
-    files = weight_map(folder)
-    for name in names:
-        if name in files:
-            return dict(_read_file(files[name], name))[name]
-    raise CheckpointError(f"{folder} holds none of the tensors {', '.join(names)}")
-
-
-def read_vocabulary(folder: Path, names: tuple[str, ...], shape: tuple[int, int]) -> Tensor:
-    """Return the embedding or lm_head of a target, [V, C], for a head without its own. Raises CheckpointError for another
-    shape.
-    """
-    tensor = read_tensor(folder, names)
-    if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-        raise CheckpointError(
-            f"{folder}: {names[0]} has shape {list(tensor.shape)} and dtype {tensor.dtype}; the head needs floating-point "
-            f"numbers of shape {list(shape)}"
-        )
-    return tensor
-
-
-def read_kv_scales(folder: Path, num_layers: int) -> list[KVScales]:
+def read_kv_scales(checkpoint: Checkpoint, num_layers: int) -> list[KVScales]:
     """Return the scales of keys and values with 8 bits that a checkpoint names, of all layers; nothing if it has none.
 
     Raises CheckpointError if it has some of them only, or one that is no positive number.
     """
-    names = weight_map(folder)
     found: dict[tuple[int, str], float] = {}
-    for name in names:
+    for name in checkpoint.files:
         match = KV_SCALE.search(name)
         if match is not None:
-            found[int(match["layer"]), match["kind"]] = float(read_tensor(folder, (name,)).float().max())
+            found[int(match["layer"]), match["kind"]] = float(checkpoint.tensor((name,)).float().max())
     if not found:
         return []
     wanted = {(layer, kind) for layer in range(num_layers) for kind in "kv"}
@@ -199,24 +235,10 @@ def read_kv_scales(folder: Path, num_layers: int) -> list[KVScales]:
     if wrong:
         layer, kind = wrong[0]
         raise CheckpointError(
-            f"{folder} has scales of the KV cache, but the {kind}_scale of layer {layer} is missing or no positive number; "
-            "leave all scales out, or write one of each kind for every layer"
+            f"{checkpoint} has scales of the KV cache, but the {kind}_scale of layer {layer} is missing or no positive "
+            "number; leave all scales out, or write one of each kind for every layer"
         )
     return [KVScales(found[layer, "k"], found[layer, "v"]) for layer in range(num_layers)]
-
-
-def weight_map(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor of a checkpoint, sharded or not. Raises CheckpointError.
-
-    Names are without what a trainer's wrapper wrote before them; tables that are no weights are left out.
-    """
-    for file in (folder / name for name in WEIGHT_FILES):
-        if file.suffix == ".json" and file.exists():
-            return {own: shard for name, shard in _read_index(file).items() if (own := _own_name(name))}
-        if file.exists():
-            with _open_weights(file, "meta") as (names, _):
-                return dict.fromkeys(names, file)
-    raise CheckpointError(f"{folder} holds no weights; expected one of {', '.join(WEIGHT_FILES)}")
 
 
 def _read_index(file: Path) -> dict[str, Path]:
@@ -261,10 +283,10 @@ def check_layers(names: Iterable[str], config: Any, source: object) -> None:
         )
 
 
-def stored_shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], bool]]:
+def stored_shapes(checkpoint: Checkpoint) -> dict[str, tuple[tuple[int, ...], bool]]:
     """Shape of each tensor of a checkpoint, and whether it holds plain floating-point numbers; no tensor is read."""
     found = {}
-    for file in sorted(set(weight_map(folder).values())):
+    for file in sorted(set(checkpoint.files.values())):
         if file.suffix == ".safetensors":
             with explained(f"cannot read weights {file}"), safe_open(file, framework="pt") as handle:
                 for name in handle.keys():  # noqa: SIM118 - no mapping
@@ -297,10 +319,10 @@ class WeightFiles:
     bytes_read: of all parts so far.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
         """Reads no tensor. Raises CheckpointError for a folder without weights."""
-        self.folder, self.dtype, self.bytes_read = folder, dtype, 0
-        self.device, self._map = device, weight_map(folder)
+        self.folder, self.dtype, self.bytes_read = checkpoint.folder, dtype, 0
+        self.device, self._map = device, checkpoint.files
         self.names = frozenset(self._map)
         self._open: dict[Path, tuple[Any, dict[str, str]]] = {}
 
@@ -329,7 +351,7 @@ class WeightFiles:
             return cast(Tensor, handle.get_tensor(stored.get(name, name)))
 
     def _opened(self, file: Path) -> tuple[Any, dict[str, str]]:
-        """Return an open file, and the names that it has for its tensors by the names of `weight_map`."""
+        """Return an open file, and the names that it has for its tensors by the names of `Checkpoint.files`."""
         if file not in self._open:
             handle: Any = safe_open(file, framework="pt", device=self.device)
             self._open[file] = handle, {_own_name(name): name for name in handle.keys()}  # noqa: SIM118 - no mapping
@@ -344,7 +366,7 @@ def _read_file(file: Path, prefixes: str | tuple[str, ...] = "") -> Iterator[tup
 
 @contextmanager
 def _open_weights(file: Path, device: str = "cpu") -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
-    """Sorted names of a file's tensors, as `weight_map` has them, and what reads one of them.
+    """Sorted names of a file's tensors, as `Checkpoint.files` has them, and what reads one of them.
 
     Raises CheckpointError, also inside the block.
     """
@@ -481,21 +503,21 @@ def _with_nearest(name: str, expected: Mapping[str, object]) -> str:
     return f"{name} (nearest is {near[0]})" if near else name
 
 
-def target_fingerprint(path_or_id: str) -> str:
+def target_fingerprint(target: CheckpointSource) -> str:
     """Return the digest of a target's config and weights; equal on every machine that holds the same checkpoint."""
-    return _digest(resolve(path_or_id), ("",))
+    return _digest(open_checkpoint(target), ("",))
 
 
-def head_fingerprint(path_or_id: str) -> str:
+def head_fingerprint(head: CheckpointSource) -> str:
     """Return the digest of what decides a head's fused features: its config, its fc and the norms around it."""
-    return _digest(resolve(path_or_id), FUSER_PREFIXES)
+    return _digest(open_checkpoint(head), FUSER_PREFIXES)
 
 
-def _digest(folder: Path, prefixes: tuple[str, ...]) -> str:
+def _digest(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> str:
     """Hash config.json and, of each tensor, name, shape, dtype and about 16,000 elements spread over it."""
-    config = {key: value for key, value in read_config(folder).items() if key != WIRING_KEY}
+    config = {key: value for key, value in checkpoint.config.items() if key != WIRING_KEY}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for file in sorted(set(weight_map(folder).values())):
+    for file in sorted(set(checkpoint.files.values())):
         for name, tensor in _read_file(file, prefixes):
             digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
             sample = tensor.flatten()[:: max(1, tensor.numel() // 16384)].contiguous()
@@ -503,18 +525,19 @@ def _digest(folder: Path, prefixes: tuple[str, ...]) -> str:
     return digest.hexdigest()[:32]
 
 
-def check_vocabulary(draft_model: str, target: str) -> None:
+def check_vocabulary(draft_model: CheckpointSource, target: CheckpointSource) -> None:
     """Raises CheckpointError unless both vocabularies have the same size and every token has the same id in both.
 
     Ids are compared where both folders hold a tokenizer.json. Reads no weights.
     """
-    folders = resolve(draft_model), resolve(target)
-    draft_size, target_size = (read_target_config(folder).get("vocab_size") for folder in folders)
+    draft_model, target = open_checkpoint(draft_model), open_checkpoint(target)
+    draft_size, target_size = (checkpoint.text_config.get("vocab_size") for checkpoint in (draft_model, target))
     if draft_size != target_size:
         raise CheckpointError(
             f"the draft model {draft_model} has a vocabulary of {draft_size}, the target {target} one of {target_size}; "
             "take a draft model that was made with the target's vocabulary"
         )
+    folders = draft_model.folder, target.folder
     files = [folder / "tokenizer.json" for folder in folders]
     if all(file.is_file() for file in files) and filecmp.cmp(files[0], files[1], shallow=False):
         return  # to parse a large one twice takes seconds
@@ -553,7 +576,7 @@ def context_length(config: Any, max_model_len: int, name: str) -> int:
     return max_model_len or limit
 
 
-def resolve_placement(device: str, dtype: str, target: str) -> tuple[str, Dtype]:
+def resolve_placement(device: str, dtype: str, target: CheckpointSource) -> tuple[str, Dtype]:
     """Return the device and dtype that `auto` stands for; others stay as they are. target: folder or hub id of the target
     model.
 
@@ -563,7 +586,7 @@ def resolve_placement(device: str, dtype: str, target: str) -> tuple[str, Dtype]
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if dtype == "auto" and device.startswith("cuda"):
-        config = read_target_config(resolve(target))
+        config = open_checkpoint(target).text_config
         stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
         dtype = stored if stored in DTYPES else "float32"
     return device, cast(Dtype, "float32" if dtype == "auto" else dtype)

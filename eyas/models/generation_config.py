@@ -10,7 +10,7 @@ from typing import Any
 from eyas.api.validation import MAX_INT, MAX_TEMPERATURE
 from eyas.config import GenerationDefaults
 from eyas.config.file_values import TOKENS, FileValue, check_values, read_json, shown
-from eyas.models.checkpoint import resolve
+from eyas.models.checkpoint import CheckpointSource, open_checkpoint
 
 # The keys that count, as in vLLM, which ignores do_sample. Those of sampling have the values that requests may have too.
 GENERATION_VALUES: Mapping[str, FileValue] = {
@@ -46,17 +46,16 @@ def end_tokens(folder: Path, config: Any) -> list[int]:
     return [token for token in ids if token not in beyond]
 
 
-def sampling_defaults(model: str, defaults: GenerationDefaults = "auto") -> dict[str, float]:
+def sampling_defaults(model: CheckpointSource, defaults: GenerationDefaults = "auto") -> dict[str, float]:
     """Return the sampling parameters that a model recommends, by their names in SamplingParams.
 
     Raises CheckpointError for a file that is no JSON object.
 
     Args:
-        model: folder or hub id.
         defaults: "auto" reads them from the model; "vllm" and "none" return none. A value that no request could have is
             left out with a warning.
     """
-    file = resolve(model) / "generation_config.json"
+    file = open_checkpoint(model).folder / "generation_config.json"
     stated = read_json(file) if defaults == "auto" and file.is_file() else {}
     found = dict[str, float]()
     for key, allowed in GENERATION_VALUES.items():

@@ -32,6 +32,8 @@ from eyas.models.checkpoint import (
     TABLE,
     TEXT_LAYER,
     WEIGHT_FILES,
+    Checkpoint,
+    CheckpointSource,
     WeightFiles,
     cause,
     check_layers,
@@ -39,12 +41,9 @@ from eyas.models.checkpoint import (
     context_length,
     explained,
     is_finite,
-    read_config,
-    read_target_config,
-    resolve,
+    open_checkpoint,
     shortened,
     stored_shapes,
-    weight_map,
 )
 from eyas.models.generation_config import end_tokens
 from eyas.models.inputs import Segment
@@ -69,7 +68,7 @@ log = logging.getLogger(__name__)
 
 
 def load_target(
-    path_or_id: str,
+    source: CheckpointSource,
     dtype: str = "float32",
     device: str = "cpu",
     aux_hidden_state_layers: Sequence[int] = (),
@@ -86,22 +85,22 @@ def load_target(
     """
     register_attention()
     check_device(dtype, device)
-    folder = resolve(path_or_id)
-    check_quantisation(read_config(folder), path_or_id, device)
-    config = read_model_config(folder)
-    if any((folder / name).exists() for name in WEIGHT_FILES):
-        check_layers(weight_map(folder), config, folder / "config.json")
-    architecture = _inspect(config, folder)
+    checkpoint = open_checkpoint(source)
+    check_quantisation(checkpoint.config, checkpoint.path, device)
+    config = read_model_config(checkpoint)
+    if any((checkpoint.folder / name).exists() for name in WEIGHT_FILES):
+        check_layers(checkpoint.files, config, checkpoint.config_file)
+    architecture = _inspect(config, checkpoint)
     shapes = architecture.kv_shapes
-    longest = context_length(config, max_model_len, path_or_id)
-    _check_shapes(architecture.tensors, config, folder)
-    ends = end_tokens(folder, config)
-    model = _load_parts(config, folder, dtype, device, shard, [heads for heads, _ in shapes])
+    longest = context_length(config, max_model_len, checkpoint.path)
+    _check_shapes(architecture.tensors, config, checkpoint)
+    ends = end_tokens(checkpoint.folder, config)
+    model = _load_parts(config, checkpoint, dtype, device, shard, [heads for heads, _ in shapes])
     if model is None:
-        model = _load_weights(config, folder, path_or_id, dtype)
+        model = _load_weights(config, checkpoint, dtype)
         if shard is not None:
             shard_model(model, shard, [heads for heads, _ in shapes])
-    model.name_or_path = path_or_id
+    model.name_or_path = checkpoint.path
     model.generation_config.eos_token_id = ends
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
     if target.shared_vocabulary is not None:
@@ -123,7 +122,7 @@ def target_of(model: Any) -> TargetModel:
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     shared.set_attn_implementation(ATTENTION_NAME)
-    target = TargetModel(shared, kv_shapes=measure_kv_shapes(read_model_config(resolve(model.name_or_path))))
+    target = TargetModel(shared, kv_shapes=measure_kv_shapes(read_model_config(model.name_or_path)))
     pin_rotary(shared, target.max_model_len)
     use_float32_head(shared)
     target.config.pad_token_id = None
@@ -161,16 +160,17 @@ def _adapt(target: TargetModel, max_model_len: int) -> None:
     use_float32_head(target.model)
 
 
-def read_model_config(folder: Path) -> Any:
+def read_model_config(source: CheckpointSource) -> Any:
     """Return transformers' config of a checkpoint, without a padding token beyond the vocabulary. Raises CheckpointError."""
     from transformers import AutoConfig
 
-    raw, file = read_config(folder), folder / "config.json"
+    checkpoint = open_checkpoint(source)
+    raw, file = checkpoint.config, checkpoint.config_file
     if raw.get("model_type") is None:
         raise CheckpointError(f"{file}: model_type is left out; it names the architecture, such as llama")
     try:
-        with explained(f"transformers cannot read the config of {str(folder)!r}"):
-            config = AutoConfig.from_pretrained(folder)
+        with explained(f"transformers cannot read the config of {str(checkpoint.folder)!r}"):
+            config = AutoConfig.from_pretrained(checkpoint.folder)
     except CheckpointError as error:
         raise _named(error, file, raw, _make_config) from error.__cause__
     text = config.get_text_config()
@@ -231,27 +231,27 @@ def _quiet() -> Iterator[None]:
         verbosity.set_verbosity(before)
 
 
-def _inspect(config: Any, folder: Path) -> Architecture:
+def _inspect(config: Any, checkpoint: Checkpoint) -> Architecture:
     """Run `inspect_architecture` of the config in a folder. Its error names the setting that causes it, if one does."""
     try:
         return inspect_architecture(config)
     except CheckpointError as error:
-        file = folder / "config.json"
+        file = checkpoint.config_file
         if error.__cause__ is None:  # an architecture that Eyas does not serve, whatever its settings
             raise CheckpointError(f"{file}: {error}") from None
         raise _named(
-            error, file, read_config(folder), lambda values: trace_attention(_make_config(values))
+            error, file, checkpoint.config, lambda values: trace_attention(_make_config(values))
         ) from error.__cause__
 
 
-def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, folder: Path) -> None:
+def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, checkpoint: Checkpoint) -> None:
     """Raises CheckpointError for the first stored tensor whose shape or kind of numbers is not what the config implies.
 
     Looks at tensors that have the architecture's own names; transformers renames others. Quantised ones have other shapes.
     """
     if quantisation(config):
         return
-    stored = stored_shapes(folder)
+    stored = stored_shapes(checkpoint)
     for name, (shape, is_float) in sorted(stored.items(), key=lambda item: item[0] not in EMBEDDING_NAMES):
         wanted = expected.get(name)
         if wanted is not None and shape != wanted:
@@ -259,15 +259,15 @@ def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, folder: 
             sizes = [f"{key} {value}" for key in SIZES if (value := getattr(text, key, None)) in set(wanted) - set(shape)]
             implied = f" ({', '.join(sizes)})" if sizes else ""
             raise CheckpointError(
-                f"{folder / 'config.json'}: {name} has shape {list(shape)}, but the config implies {list(wanted)}{implied}"
+                f"{checkpoint.config_file}: {name} has shape {list(shape)}, but the config implies {list(wanted)}{implied}"
             )
         if not is_float and not TABLE.search(name) and (wanted is not None or TEXT_LAYER.fullmatch(name)):
-            raise CheckpointError(f"{folder}: {name} does not hold plain floating-point numbers, and the config names no "
-                                  "quantization_config")  # fmt: skip
+            raise CheckpointError(f"{checkpoint}: {name} does not hold plain floating-point numbers, and the config names "
+                                  "no quantization_config")  # fmt: skip
 
 
 def _load_parts(
-    config: Any, folder: Path, dtype: str, device: str, shard: Shard | None, kv_heads: Sequence[int]
+    config: Any, checkpoint: Checkpoint, dtype: str, device: str, shard: Shard | None, kv_heads: Sequence[int]
 ) -> Any | None:
     """Return transformers' model whose weights are read from the files one by one: a rank's part of them, or all for the
     CPU, where they are packed. None for a whole model on another device, and where the files cannot be read in parts.
@@ -279,11 +279,11 @@ def _load_parts(
     architecture: Any = AutoModelForCausalLM
     weights = getattr(torch, dtype)
     make_model = partial(architecture.from_config, config, dtype=weights, attn_implementation=ATTENTION_NAME)
-    files = WeightFiles(folder, weights, device)
+    files = WeightFiles(checkpoint, weights, device)
     if shard is None:
         model = _load_packed(make_model, files)
     elif (model := load_shard(make_model, files, torch.device(device), shard, kv_heads)) is None:
-        log.warning("%s: each rank reads all weights into memory before it takes its part", folder)
+        log.warning("%s: each rank reads all weights into memory before it takes its part", checkpoint.folder)
     else:
         log.info("rank %d of %d has read %.2f GiB of weights", shard.rank, shard.size, files.bytes_read / 2**30)
     return model
@@ -307,7 +307,7 @@ def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | Non
     return model
 
 
-def _load_weights(config: Any, folder: Path, path_or_id: str, dtype: str) -> Any:
+def _load_weights(config: Any, checkpoint: Checkpoint, dtype: str) -> Any:
     """Return transformers' model with all of its weights."""
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.utils.logging import disable_progress_bar
@@ -316,17 +316,17 @@ def _load_weights(config: Any, folder: Path, path_or_id: str, dtype: str) -> Any
         disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
     architecture: Any = AutoModelForCausalLM
     no_defaults: Any = GenerationConfig
-    with explained(f"transformers cannot load a causal LM from {path_or_id!r}"), _quiet():
+    with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), _quiet():
         model, report = architecture.from_pretrained(
-            folder, config=config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME,
+            checkpoint.folder, config=config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
         )  # fmt: skip
     if mismatched := sorted(report["mismatched_keys"]):
         name, shape, wanted = mismatched[0]
-        raise CheckpointError(f"{path_or_id!r}: {name} has shape {list(shape)}, but its config implies {list(wanted)}")
+        raise CheckpointError(f"{checkpoint.path!r}: {name} has shape {list(shape)}, but its config implies {list(wanted)}")
     if missing := sorted(report["missing_keys"]):
-        raise CheckpointError(f"{path_or_id!r} lacks tensors that its config asks for: {shortened(missing)}")
-    _warn_of_unused(report["unexpected_keys"], path_or_id)
+        raise CheckpointError(f"{checkpoint.path!r} lacks tensors that its config asks for: {shortened(missing)}")
+    _warn_of_unused(report["unexpected_keys"], checkpoint.path)
     return model
 
 
@@ -367,6 +367,6 @@ def _check_finite(target: TargetModel, logits: Tensor) -> None:
     raise CheckpointError(f"{target.name_or_path!r} as {target.dtype}: {what}; take undamaged weights, or another dtype")
 
 
-def check_tensor_parallel(path_or_id: str, num_ranks: int) -> None:
+def check_tensor_parallel(target: CheckpointSource, num_ranks: int) -> None:
     """Raises CheckpointError unless the ranks can split the heads of a target evenly."""
-    check_ranks(num_ranks, read_target_config(resolve(path_or_id)))
+    check_ranks(num_ranks, open_checkpoint(target).text_config)

@@ -22,10 +22,7 @@ from eyas.kernels.arguments import KVScales
 from eyas.models.backends.packed_weights import (
     PackedEmbedding,
 )
-from eyas.models.checkpoint import (
-    read_kv_scales,
-    resolve,
-)
+from eyas.models.checkpoint import Checkpoint, read_kv_scales
 from eyas.models.heads.layers import E4M3_CAPABILITY
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT, StateHooks
 from eyas.models.inputs import PackedInputs, Segment, pack
@@ -167,7 +164,7 @@ class TargetModel:
                     f"{capability[0]}.{capability[1]}, and 8.9 is the first. Set it to fp8_e5m2 or auto"
                 )
         if self.kv_dtype is not None and not self.kv_scales:
-            self.kv_scales = read_kv_scales(resolve(self.name_or_path), len(self.kv_shapes))
+            self.kv_scales = read_kv_scales(Checkpoint(self.name_or_path), len(self.kv_shapes))
 
     @cached_property
     def kv_shapes(self) -> list[tuple[int, int]]:

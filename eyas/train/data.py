@@ -29,7 +29,7 @@ from eyas.config import ServedModel
 from eyas.config.checks import at_least, require
 from eyas.config.file_values import read_json
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
-from eyas.models.checkpoint import read_target_config, resolve
+from eyas.models.checkpoint import Checkpoint, resolve
 from eyas.text.chat_template import ChatTemplate, load_template
 from eyas.text.rows import FIELDS, JSON_SUFFIXES, BadRow, check_text, text_of, token_ids_of, usable_rows
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
@@ -135,7 +135,7 @@ def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     at_least(2, max_length=max_length)
     at_least(1, min_loss_tokens=min_loss_tokens)
     disable_progress_bars()
-    vocab_size = get_setting(int, read_target_config(resolve(model)), "vocab_size", model)
+    vocab_size = get_setting(int, Checkpoint(model).text_config, "vocab_size", model)
     reader = DocumentReader(model, vocab_size, chat_template_kwargs or {})
     num_skipped = 0
     with keeping_saved(out):
@@ -296,7 +296,7 @@ class DocumentReader:
         tokenizer = self.tokenizer.tokenizer
         added = tokenizer.get_added_tokens_decoder()
         special = {token for token, entry in added.items() if entry.special}
-        config = read_target_config(resolve(self._model))
+        config = Checkpoint(self._model).text_config
         file = resolve(self._model) / "generation_config.json"
         stated = (config, read_json(file) if file.is_file() else {})
         ends = {token for own in stated for key in ("bos_token_id", "eos_token_id") for token in _ids(own.get(key))}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from eyas.config.file_values import get_setting
 from eyas.errors import ConfigError
-from eyas.models.checkpoint import read_tensors, resolve
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.eagle import EagleHead, write_head
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
@@ -258,13 +258,13 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
         c = _head_config(config, target, len(draft_ids))
         tensors = _random_tensors(c, target, draft_ids)
     else:
-        folder = resolve(config.draft_model)
-        old = read_head_config(folder, target.config, _kind(config))
+        stored = Checkpoint(config.draft_model)
+        old = read_head_config(stored, target.config, _kind(config))
         check_warm_start(config, fixed_sizes(old) | {"mask_token_id": old.mask_token_id})
         method = "eagle3.1" if (old.input_norms, old.wiring.output) == ("each", "normed") else "eagle3"
         if old.kind == "eagle3" and config.method != method:
             raise ConfigError(f"{config.draft_model} is a head of the method {method}; name that")
-        found = {canonical_name(name, old.kind): tensor.float() for name, tensor in read_tensors(folder).items()}
+        found = {canonical_name(name, old.kind): tensor.float() for name, tensor in stored.tensors().items()}
         if config.head.draft_vocab_size == BY_COVERAGE:
             draft_ids = torch.arange(old.draft_vocab_size) + (found["d2t"].long() if "d2t" in found else 0)
         depth = config.loss.num_depths if old.kind == "peagle" else 0

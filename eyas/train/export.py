@@ -14,17 +14,7 @@ from torch import Tensor
 from eyas.config.file_values import get_setting
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError, MissingPackage
-from eyas.models.checkpoint import (
-    DEPTH_KEY,
-    EMBEDDING_NAMES,
-    LM_HEAD_NAMES,
-    WIRING_KEY,
-    read_config,
-    read_target_config,
-    read_tensor,
-    read_tensors,
-    resolve,
-)
+from eyas.models.checkpoint import DEPTH_KEY, EMBEDDING_NAMES, LM_HEAD_NAMES, WIRING_KEY, Checkpoint
 from eyas.models.heads.block import block_tensors, load_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, block_config_json, find_kind
 from eyas.models.heads.eagle import config_json, write_head
@@ -50,20 +40,20 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
     """
     if layout not in get_args(Layout):
         raise ConfigError(f"layout is {layout!r}; it must be one of {', '.join(get_args(Layout))}")
-    folder, raw = resolve(head), read_config(resolve(head))
-    if find_kind(raw) is not None:
+    checkpoint = Checkpoint(head)
+    if find_kind(checkpoint.config) is not None:
         _export_block(head, model, out, layout)
         return
     # Medusa's authors name the file of weights in their own way
-    names = set() if DraftHead(head).detected in ("medusa", "hydra") else set(read_tensors(folder))
+    names = set() if DraftHead(head).detected in ("medusa", "hydra") else checkpoint.files.keys()
     if "fc.weight" not in names:
         _export_other(head, model, out, layout)
         return
     is_first = not any(name.endswith("norm.weight") and "layernorm" not in name for name in names)
     kind: Kind = "peagle" if "mask_hidden" in names else "eagle" if is_first else "eagle3"
-    target = read_target_config(resolve(model))
-    config = read_head_config(folder, target, kind)
-    tensors = {canonical_name(name, config.kind): tensor for name, tensor in read_tensors(folder).items()}
+    target = Checkpoint(model).text_config
+    config = read_head_config(checkpoint, target, kind)
+    tensors = {canonical_name(name, config.kind): tensor for name, tensor in checkpoint.tensors().items()}
     if layout in ("vllm", "sglang"):
         _check_eagle(head, config, layout, get_setting(int, target, "num_hidden_layers", "the target's config"))
         _write(out, *(_vllm(config, tensors) if layout == "vllm" else _sglang(config, tensors)))
@@ -85,9 +75,9 @@ def _export_other(head: str, model: str, out: Path, layout: str) -> None:
     """
     method = DraftHead(head).detected
     if method == "medusa" and layout in ("vllm", "eyas"):
-        tensors = read_tensors(resolve(head), MEDUSA_FILES)
+        tensors = Checkpoint(head).tensors(MEDUSA_FILES)
         dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-        vocab_size = get_setting(int, read_target_config(resolve(model)), "vocab_size", "the target's config")
+        vocab_size = get_setting(int, Checkpoint(model).text_config, "vocab_size", "the target's config")
         write_medusa(out, load_medusa(head, model).to(dtype), vocab_size)
         return
     if method == "sps":
@@ -193,9 +183,9 @@ def _export_block(head: str, model: str, out: Path, layout: str) -> None:
         _write(out, config, tensors)
         return
     if layout == "speculators":
-        folder = resolve(model)
-        tensors.setdefault("embed_tokens.weight", read_tensor(folder, EMBEDDING_NAMES).float())
-        tensors.setdefault("lm_head.weight", read_tensor(folder, LM_HEAD_NAMES).float()[loaded.draft_ids])
+        target = Checkpoint(model)
+        tensors.setdefault("embed_tokens.weight", target.tensor(EMBEDDING_NAMES).float())
+        tensors.setdefault("lm_head.weight", target.tensor(LM_HEAD_NAMES).float()[loaded.draft_ids])
     dialect = layout if layout in get_args(Dialect) else "author"
     write_block_head(out, loaded.config, tensors, cast(Dialect, dialect))
 
@@ -217,14 +207,14 @@ def _specforge(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[
 
 
 def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    settings = config_json(c)
+    settings, target = config_json(c), Checkpoint(model)
     settings.pop(DEPTH_KEY, None)
     own = ("draft_vocab_size", "target_hidden_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     parallel = ("mask_token_id", "parallel_drafting") if c.kind == "peagle" else ()
     kept = {key: settings.pop(key) for key in (*own, *parallel, "eagle_aux_hidden_state_layer_ids")}
     architectures = settings.pop("architectures") if parallel else ["Eagle3Speculator"]
     named = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in _with_vocabulary(c, tensors).items()}
-    named.setdefault("embed_tokens.weight", read_tensor(resolve(model), EMBEDDING_NAMES).to(named["fc.weight"].dtype))
+    named.setdefault("embed_tokens.weight", target.tensor(EMBEDDING_NAMES).to(named["fc.weight"].dtype))
     config = {
         "architectures": architectures,
         "speculators_model_type": c.kind,
@@ -232,7 +222,7 @@ def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) 
             "algorithm": c.kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": c.depth or 5}],
-            "verifier": {"name_or_path": model, "architectures": read_config(resolve(model)).get("architectures")},
+            "verifier": {"name_or_path": model, "architectures": target.config.get("architectures")},
         },
         "transformer_layer_config": settings,
         **kept,

@@ -19,17 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import (
-    EMBEDDING_NAMES,
-    LM_HEAD_NAMES,
-    WeightFiles,
-    check_layers,
-    explained,
-    read_target_config,
-    read_tensor,
-    resolve,
-    weight_map,
-)
+from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, Checkpoint, WeightFiles, check_layers, explained, resolve
 from eyas.models.heads.eagle_config import read_rotary
 from eyas.models.heads.layers import LayerSizes, read_layer_sizes
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
@@ -103,15 +93,15 @@ class TargetWeights:
 
 def load_target_weights(model: str) -> TargetWeights:
     """Raises CheckpointError."""
-    folder = resolve(model)
-    config = read_target_config(folder)
+    target = Checkpoint(model)
+    config = target.text_config
     if missing := {"hidden_size", "num_hidden_layers"} - set(config):
         family = config.get("model_type")
         raise CheckpointError(f"{model}: config.json of {family!r} has no {min(missing)}; no head can be trained for it")
     if config.get("final_logit_softcapping"):
         log.warning("%s bounds its logits (final_logit_softcapping); losses compare with logits that are not bounded", model)
-    embedding, lm_head = (read_tensor(folder, names).float() for names in (EMBEDDING_NAMES, LM_HEAD_NAMES))
-    return TargetWeights(folder, config, embedding, lm_head)
+    embedding, lm_head = (target.tensor(names).float() for names in (EMBEDDING_NAMES, LM_HEAD_NAMES))
+    return TargetWeights(target.folder, dict(config), embedding, lm_head)
 
 
 def layer_sizes(head: HeadConfig, target: TargetWeights) -> LayerSizes:
@@ -187,11 +177,11 @@ def _load_whole(model: str, dtype: torch.dtype) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    folder = resolve(model)
-    config = read_model_config(folder)
-    check_layers(weight_map(folder), config, folder / "config.json")
+    target = Checkpoint(model)
+    config = read_model_config(target)
+    check_layers(target.files, config, target.config_file)
     with explained(f"transformers cannot load a causal LM from {model!r}"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(target.folder, config=config, dtype=dtype)
     return loaded.eval().requires_grad_(False)
 
 
@@ -206,8 +196,9 @@ def _load_sharded(folder: Path, device: torch.device, dtype: torch.dtype) -> tup
     from transformers import AutoModelForCausalLM
 
     architecture: Any = AutoModelForCausalLM
-    make_model = partial(architecture.from_config, read_model_config(folder), dtype=dtype)
-    files = WeightFiles(folder, dtype, str(torch.empty(0, device=device).device))
+    target = Checkpoint(folder)
+    make_model = partial(architecture.from_config, read_model_config(target), dtype=dtype)
+    files = WeightFiles(target, dtype, str(torch.empty(0, device=device).device))
     found = weightless_model(make_model, files)
     if found is None:
         log.warning("%s: each process reads all weights into memory before it takes its part", folder)

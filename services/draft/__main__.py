@@ -15,7 +15,7 @@ from eyas.device.placement import use_threads
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import RequestFailed
-from eyas.models.checkpoint import read_target_config, resolve, resolve_placement, target_fingerprint
+from eyas.models.checkpoint import Checkpoint, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.discovery.redis_registry import lease_registry
@@ -43,26 +43,24 @@ DescribedDrafter = tuple[LocalDrafter, DrafterInfo]
 async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
     """Load the drafters and serve them until the runner stops the service."""
     drafters: list[DescribedDrafter] = []
-    read_once = cache(read_target)
+    target_of, info_of = cache(Checkpoint), cache(read_target)
     heads = [DraftHead(model.draft_model, model.method) for model in config.models]
-    placements = [resolve_placement(model.device, model.dtype, model.model) for model in config.models]
+    placements = [resolve_placement(model.device, model.dtype, target_of(model.model)) for model in config.models]
     use_threads(config.threads, *placements)
     for model, head, (device, dtype) in zip(config.models, heads, placements, strict=True):
-        drafter = head.build_drafter(
-            model.model, dtype, device, model.tree, model.drafting, model.methods, has_idle_time=True
-        )
-        drafters.append((drafter, describe(model.served_model_name, head, drafter, read_once(model.model))))
+        target = target_of(model.model)
+        drafter = head.build_drafter(target, dtype, device, model.tree, model.drafting, model.methods, has_idle_time=True)
+        drafters.append((drafter, describe(model.served_model_name, head, drafter, info_of(target))))
     with telemetry(config.telemetry, "draft") as own:
         runner = runner or ProcessRunner(config.stuck_step_exit_timeout_s)
         await serve_drafters(config, drafters, DraftTelemetry(own), runner)
 
 
-def read_target(path_or_id: str) -> ModelInfo:
+def read_target(target: Checkpoint) -> ModelInfo:
     """Return the target's fingerprint and sizes, from its config and samples of its weights. Raises CheckpointError."""
-    config = read_target_config(resolve(path_or_id))
-    fingerprint = target_fingerprint(path_or_id)
-    vocab_size, longest = (get_setting(int, config, key, path_or_id) for key in ("vocab_size", "max_position_embeddings"))
-    return ModelInfo("", fingerprint, vocab_size, longest)
+    config, sizes = target.text_config, ("vocab_size", "max_position_embeddings")
+    vocab_size, longest = (get_setting(int, config, key, target.path) for key in sizes)
+    return ModelInfo("", target_fingerprint(target), vocab_size, longest)
 
 
 def describe(name: str, head: DraftHead, drafter: LocalDrafter, target: ModelInfo) -> DrafterInfo:

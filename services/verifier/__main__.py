@@ -27,7 +27,7 @@ from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_worker
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
-from eyas.models.checkpoint import resolve_placement, target_fingerprint
+from eyas.models.checkpoint import Checkpoint, resolve_placement, target_fingerprint
 from eyas.models.generation_config import sampling_defaults
 from eyas.models.parallel.workers import RankInfo, TargetWorkers
 from eyas.protocol.commit import Proposal
@@ -81,10 +81,10 @@ async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> No
 async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry: Telemetry, runner: ServiceRunner) -> None:
     """Serve with the other ranks ready. Raises Unavailable when one of them ends."""
     peers = Peers(config.peers)
-    head = DraftHead(config.draft_model, config.method)
+    target, head = Checkpoint(config.model), DraftHead(config.draft_model, config.method)
     features = "" if config.drafts_itself else head.features_fingerprint()
-    target_info = TargetInfo(target_fingerprint(config.model), features)
-    engine, pool = load_engine(config, head, target_info, workers, peers)
+    target_info = TargetInfo(target_fingerprint(target), features)
+    engine, pool = load_engine(config, target, head, target_info, workers, peers)
     model = ModelInfo(
         config.served_model_name,
         target_info.target_fingerprint,
@@ -92,7 +92,7 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
         engine.max_model_len,
         target_info.features_fingerprint,
         outputs_fingerprint(config, target_info),
-        tuple(sampling_defaults(config.model, config.generation_config).items()),
+        tuple(sampling_defaults(target, config.generation_config).items()),
     )
     log.info("model %s: vocabulary %d, context %d", model.name, model.vocab_size, model.max_model_len)
     server = worker_server(config.server, peers)
@@ -150,23 +150,28 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
 
 
 def load_engine(
-    config: VerifierConfig, head: DraftHead, target_info: TargetInfo, workers: TargetWorkers, peers: Peers
+    config: VerifierConfig,
+    target: Checkpoint,
+    head: DraftHead,
+    target_info: TargetInfo,
+    workers: TargetWorkers,
+    peers: Peers,
 ) -> tuple[Engine, DraftPool | None]:
     """Return the engine, and the pool of its draft services; None for a verifier that takes no drafts, or drafts itself."""
     proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
-    fuser = head.build_fuser(config.model, config.dtype, config.device)
+    fuser = head.build_fuser(target, config.dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     takes_drafts = head.drafts and not config.drafts_itself
     pool = DraftPool(config.draft_client, needs, proposal, target_info, peers) if takes_drafts else None
     drafter: Drafter | None = pool
-    target = load_model(config.model, fuser, config.dtype, config.device, config.engine, workers)
+    model = load_model(target, fuser, config.dtype, config.device, config.engine, workers)
     if config.drafts_itself:
         own = DraftHead("", head.method)
-        drafter = own.build_drafter(config.model, config.dtype, config.device, config.tree, DraftingConfig(), config.methods)
+        drafter = own.build_drafter(target, config.dtype, config.device, config.tree, DraftingConfig(), config.methods)
     if fuser is not None and config.validate_head == "auto" and workers.size == 1:
-        head.resolve_wiring(target, fuser, config.model, config.dtype, config.device)
+        head.resolve_wiring(model, fuser, target, config.dtype, config.device)
     tree = head.resolve_tree(config.tree)
-    assembled = assemble_engine(target, fuser, config.engine, tree, drafter, workers)
+    assembled = assemble_engine(model, fuser, config.engine, tree, drafter, workers)
     log.info("loading the tokenizer for structured outputs")
     assembled.load_grammars()
     return assembled, pool

@@ -25,6 +25,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401 - else each servic
 
 from eyas.config import DraftConfig
 from eyas.drafters.draft_head import DraftHead
+from eyas.models.checkpoint import Checkpoint
 from eyas.services.draft import __main__ as draft
 from eyas.services.draft.servicer import DraftServicer
 from eyas.services.lifecycle import service_app
@@ -76,7 +77,7 @@ def _skew_clock(seconds: float) -> None:
 
 async def run_hostile(config: DraftConfig) -> None:
     """A draft service whose trees are random or invalid, and whose replies are damaged on the way out."""
-    target = draft.read_target(config.model)
+    target = draft.read_target(Checkpoint(config.model))
     drafter = RandomDrafter(target.vocab_size, os.getpid())
     served = config.models[0]
     info = draft.describe(served.served_model_name, DraftHead(served.draft_model, served.method), drafter, target)

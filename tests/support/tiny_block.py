@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from eyas.models.checkpoint import read_config
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.block import BlockHead, block_tensors, new_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.eagle_config import HeadWiring
@@ -79,7 +79,8 @@ def tiny_peagle_head(beside: str) -> str:
             tensors[f"layers.1.{name}"] = 1 + values if "norm" in name else values
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
-        config = read_config(Path(beside)) | {
+        config = {
+            **Checkpoint(beside).config,
             "architectures": ["PEagleDraftModel"],
             "num_hidden_layers": 2,
             "ptd_token_id": 2,

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.eagle_config import find_eagle_kind
@@ -117,7 +118,7 @@ def test_an_engine_finds_its_names_shapes_and_settings(method: str, engine: str,
 
 def same_head(one: str, two: str, target: str) -> None:
     """Both folders hold the same head when Eyas reads them."""
-    if (kind := find_eagle_kind(Path(one))) and DraftHead(one).detected not in ("dflash", "dspark"):
+    if (kind := find_eagle_kind(Checkpoint(one).files)) and DraftHead(one).detected not in ("dflash", "dspark"):
         first, second = (load_head(head, target, kind=kind) for head in (one, two))
     else:
         first, second = (load_block_head(head, target) for head in (one, two))  # type: ignore[assignment]

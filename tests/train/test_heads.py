@@ -20,7 +20,7 @@ from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter, EagleExpansion
 from eyas.drafters.trees.scoring import make_scorer
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import read_target_config
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.block import load_block_head
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.eagle_config import Kind, read_head_config
@@ -130,7 +130,7 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Pa
         found = float(trainee(batch, states, 0, "kl")["draft_loss"])
     trainee.write(tmp_path / "head")  # type: ignore[operator]
     tensors = load_file(tmp_path / "head" / "model.safetensors")
-    config = read_head_config(tmp_path / "head", read_target_config(folder / "target"))
+    config = read_head_config(Checkpoint(tmp_path / "head"), Checkpoint(folder / "target").text_config)
     weights = load_target_weights(target)
     naive = NaiveEagle(tensors, weights.embedding, heads=config.num_heads, kv_heads=config.num_kv_heads)
     features, tokens = states.aux[0] @ tensors["fc.weight"].T, batch.tokens[0]

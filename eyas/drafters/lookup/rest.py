@@ -28,7 +28,7 @@ from eyas.drafters.lookup.base import (
 from eyas.drafters.lookup.datastore import Datastore, Ranges, open_datastore, vocabulary_digest
 from eyas.drafters.sessions import MemoryLedger
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.checkpoint import read_target_config, resolve
+from eyas.models.checkpoint import Checkpoint
 from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.text.tokenizer import load_tokenizer
 
@@ -122,18 +122,20 @@ def _log_steps(trie: Trie, log_shares: Reals) -> Reals:
     return steps
 
 
-def load_rest(source: str, target: str, tree: TreeConfig, config: RestConfig, drafting: DraftingConfig) -> RestDrafter:
+def load_rest(
+    source: str, target: Checkpoint, tree: TreeConfig, config: RestConfig, drafting: DraftingConfig
+) -> RestDrafter:
     """Open a datastore for a target. Raises ConfigError for none, CheckpointError for one of another vocabulary."""
     if not source:
         raise ConfigError("drafter 'rest' needs a datastore; set methods.rest.datastore to what eyas datastore build wrote")
     store = open_datastore(Path(source))
-    vocab_size = get_setting(int, read_target_config(resolve(target)), "vocab_size", target)
+    vocab_size = get_setting(int, target.text_config, "vocab_size", target.path)
     if store.vocab_size > vocab_size:
         raise CheckpointError(
             f"datastore {source} has a vocabulary of {store.vocab_size}, target {target} one of {vocab_size}; "
             "build it with the target's tokenizer"
         )
-    if store.vocabulary != vocabulary_digest(load_tokenizer(target).tokenizer):
+    if store.vocabulary != vocabulary_digest(load_tokenizer(target.path).tokenizer):
         raise CheckpointError(
             f"datastore {source} was written with another tokenizer than that of {target}; build it with the target's"
         )

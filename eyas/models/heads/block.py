@@ -31,13 +31,10 @@ from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
     WIRING_KEY,
+    Checkpoint,
+    CheckpointSource,
     check_tensors,
-    read_target_config,
-    read_tensor,
-    read_tensors,
-    read_vocabulary,
-    resolve,
-    weight_map,
+    open_checkpoint,
 )
 from eyas.models.heads.block_config import (
     BlockHeadConfig,
@@ -344,7 +341,11 @@ def _initialise(name: str, values: Tensor, std: float) -> None:
 
 
 def load_block_head(
-    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", wiring: HeadWiring | None = None
+    checkpoint: CheckpointSource,
+    target: CheckpointSource,
+    dtype: str = "float32",
+    device: str = "cpu",
+    wiring: HeadWiring | None = None,
 ) -> BlockHead:
     """Load a block head, with the target's embedding and lm_head where it has none of its own.
 
@@ -352,15 +353,14 @@ def load_block_head(
     Raises CheckpointError for tensors that are missing, left over or of another shape than the two configs imply.
     """
     check_device(dtype, device)
-    folder, target_folder = resolve(path_or_id), resolve(target)
-    target_config = read_target_config(target_folder)
-    config = read_block_config(folder, target_config, wiring)
-    tensors = _read_block_tensors(folder, config)
+    checkpoint, target = open_checkpoint(checkpoint), open_checkpoint(target)
+    config = read_block_config(checkpoint, target.text_config, wiring)
+    tensors = _read_block_tensors(checkpoint, config)
     head = new_block_head(config, target, dtype)
     ids = torch.arange(config.draft_vocab_size)
     # d2t holds differences: draft id i is the target's id i + d2t[i].
     if "d2t" in tensors:
-        check_draft_vocabulary(config.vocab_size, tensors, folder)
+        check_draft_vocabulary(config.vocab_size, tensors, checkpoint.folder)
         ids = ids + tensors.pop("d2t")
     tensors.pop("t2d", None)
     head.draft_ids = ids
@@ -371,16 +371,15 @@ def load_block_head(
     return head.to(torch.device(device))
 
 
-def new_block_head(config: BlockHeadConfig, target: str, dtype: str = "float32") -> BlockHead:
+def new_block_head(config: BlockHeadConfig, target: CheckpointSource, dtype: str = "float32") -> BlockHead:
     """Return a random head on the CPU, with the target's embedding, and its lm_head if the vocabulary is whole."""
-    folder = resolve(target)
-    target_config = read_target_config(folder)
-    head = BlockHead(config, get_setting(int, target_config, "max_position_embeddings", folder))
+    target = open_checkpoint(target)
+    head = BlockHead(config, get_setting(int, target.text_config, "max_position_embeddings", target.folder))
     if config.hidden == config.target_hidden:
         shape = (config.vocab_size, config.target_hidden)
-        head.embed_tokens.weight.data.copy_(read_vocabulary(folder, EMBEDDING_NAMES, shape))
+        head.embed_tokens.weight.data.copy_(target.vocabulary(EMBEDDING_NAMES, shape))
         if config.draft_vocab_size == config.vocab_size:
-            head.lm_head.weight.data.copy_(read_vocabulary(folder, LM_HEAD_NAMES, shape))
+            head.lm_head.weight.data.copy_(target.vocabulary(LM_HEAD_NAMES, shape))
     return head.to(getattr(torch, dtype))
 
 
@@ -403,15 +402,19 @@ def serve(head: BlockHead, quantization: str = "") -> BlockHead:
 
 
 def load_block_fuser(
-    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", wiring: HeadWiring | None = None
+    checkpoint: CheckpointSource,
+    target: CheckpointSource,
+    dtype: str = "float32",
+    device: str = "cpu",
+    wiring: HeadWiring | None = None,
 ) -> LinearFuser:
     """Load only the part of a block head that runs beside the target: fc and the norm behind it. Raises CheckpointError."""
-    folder = resolve(path_or_id)
-    config = read_block_config(folder, read_target_config(resolve(target)), wiring)
+    checkpoint = open_checkpoint(checkpoint)
+    config = read_block_config(checkpoint, open_checkpoint(target).text_config, wiring)
     expected = block_fuser_shapes(config)
-    files = {canonical_name(name): name for name in weight_map(folder)}
-    tensors = {name: read_tensor(folder, (files[name],)) for name in expected if name in files}
-    check_tensors(tensors, expected, (), folder)
+    files = {canonical_name(name): name for name in checkpoint.files}
+    tensors = {name: checkpoint.tensor((files[name],)) for name in expected if name in files}
+    check_tensors(tensors, expected, (), checkpoint.folder)
     weight, norm = (tensors[name].to(getattr(torch, dtype)) for name in ("fc.weight", "hidden_norm.weight"))
     fuser = LinearFuser(weight, config.aux_hidden_state_layers, eps=config.rms_norm_eps, output_norm=norm)
     return fuser.to(torch.device(device))
@@ -444,10 +447,10 @@ def block_tensors(head: BlockHead) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name not in FROZEN or name not in optional}
 
 
-def _read_block_tensors(folder: Path, config: BlockHeadConfig) -> dict[str, Tensor]:
+def _read_block_tensors(checkpoint: Checkpoint, config: BlockHeadConfig) -> dict[str, Tensor]:
     expected, tensors = block_tensor_shapes(config), {}
-    for name, tensor in read_tensors(folder).items():
+    for name, tensor in checkpoint.tensors().items():
         known = canonical_name(name)
         tensors[known if known in expected else name] = tensor  # the error message names an unknown tensor as it is
-    check_tensors(tensors, expected, block_optional_tensors(config), folder)
+    check_tensors(tensors, expected, block_optional_tensors(config), checkpoint.folder)
     return tensors

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast, get_args
 
 from eyas.config.file_values import get_setting
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import read_config, read_plain_config, weight_map
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.eagle_config import (
     SUPPORTED_ACTIVATIONS,
     HeadWiring,
@@ -106,15 +106,15 @@ def find_kind(raw: Settings) -> BlockKind | None:
     return "dflash2" if kind == "dflash" and {**raw, **inner}.get("selector_rank") else kind
 
 
-def read_block_config(folder: Path, target: Settings, wiring: HeadWiring | None = None) -> BlockHeadConfig:
-    """Return the block head in `folder`, checked against the target's config.json. wiring: replaces what its config says.
+def read_block_config(checkpoint: Checkpoint, target: Settings, wiring: HeadWiring | None = None) -> BlockHeadConfig:
+    """Return the config of a block head, checked against the target's. wiring: replaces what its config says.
 
     Raises CheckpointError.
     """
-    raw, source = read_plain_config(folder), folder / "config.json"
-    kind = _check_kind(raw, folder)
+    raw, source = checkpoint.head_config, checkpoint.config_file
+    kind = _check_kind(raw, checkpoint.folder)
     head = _flatten(raw)
-    names = {canonical_name(name) for name in weight_map(folder)}
+    names = {canonical_name(name) for name in checkpoint.files}
     sizes, vocab_size = read_layer_sizes(head, source), get_setting(int, head, "vocab_size", source)
     num_target_layers = get_setting(int, target, "num_hidden_layers", "the target's config")
     num_layers = get_setting(int, head, "num_hidden_layers", source)
@@ -146,13 +146,13 @@ def read_block_config(folder: Path, target: Settings, wiring: HeadWiring | None 
         multiplier=get_setting(float, head, "output_multiplier", source, 1.0),
         softcap=get_setting(float, head, "final_logit_softcapping", source, 0.0),
     )
-    _check(config, head, target, folder)
+    _check(config, head, target, checkpoint.folder)
     return config
 
 
-def read_block_size(folder: Path) -> int:
+def read_block_size(checkpoint: Checkpoint) -> int:
     """Return the rows of a head's block: it proposes that many tokens, or one less. Raises CheckpointError."""
-    return get_setting(int, _flatten(read_config(folder)), "block_size", folder / "config.json")
+    return get_setting(int, _flatten(checkpoint.config), "block_size", checkpoint.config_file)
 
 
 def canonical_name(name: str) -> str:

@@ -25,14 +25,10 @@ from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
     WIRING_KEY,
+    CheckpointSource,
     check_tensors,
     explained,
-    read_target_config,
-    read_tensor,
-    read_tensors,
-    read_vocabulary,
-    resolve,
-    weight_map,
+    open_checkpoint,
 )
 from eyas.models.heads.compiled import CompiledEagle
 from eyas.models.heads.eagle_config import (
@@ -218,8 +214,8 @@ def head_rotary(config: BackboneSizes, length: int) -> Tensor:
 
 
 def load_head(
-    path_or_id: str,
-    target: str,
+    checkpoint: CheckpointSource,
+    target: CheckpointSource,
     dtype: str = "float32",
     device: str = "cpu",
     kind: Kind = "eagle3",
@@ -236,24 +232,23 @@ def load_head(
         quantization: as `drafting.quantization`.
     """
     check_device(dtype, device)
-    folder, target_folder = resolve(path_or_id), resolve(target)
-    target_config = read_target_config(target_folder)
-    config = read_head_config(folder, target_config, kind, wiring)
+    checkpoint, target = open_checkpoint(checkpoint), open_checkpoint(target)
+    config = read_head_config(checkpoint, target.text_config, kind, wiring)
     expected = tensor_shapes(config)
     tensors = {}
-    for name, tensor in read_tensors(folder).items():
+    for name, tensor in checkpoint.tensors().items():
         known = canonical_name(name, kind)
         tensors[known if known in expected else name] = tensor  # the error message names an unknown tensor as it is
-    check_tensors(tensors, expected, optional_tensors(config), folder)
+    check_tensors(tensors, expected, optional_tensors(config), checkpoint.folder)
     if "d2t" in tensors:
-        check_draft_vocabulary(config.vocab_size, tensors, folder)
+        check_draft_vocabulary(config.vocab_size, tensors, checkpoint.folder)
     embedding, lm_head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
     shape = (config.vocab_size, config.target_hidden)
-    embedding = read_vocabulary(target_folder, EMBEDDING_NAMES, shape) if embedding is None else embedding
-    lm_head = read_vocabulary(target_folder, LM_HEAD_NAMES, shape) if lm_head is None else lm_head
+    embedding = target.vocabulary(EMBEDDING_NAMES, shape) if embedding is None else embedding
+    lm_head = target.vocabulary(LM_HEAD_NAMES, shape) if lm_head is None else lm_head
     to = getattr(torch, dtype)
     cast = {name: tensor.to(to) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    max_model_len = get_setting(int, target_config, "max_position_embeddings", target_folder)
+    max_model_len = get_setting(int, target.text_config, "max_position_embeddings", target.folder)
     head = EagleHead(config, cast, embedding.to(to), lm_head.to(to), max_model_len).to(torch.device(device))
     if quantization:
         quantise_head(head, torch.device(device))
@@ -265,8 +260,8 @@ def load_head(
 
 
 def load_fuser(
-    path_or_id: str,
-    target: str,
+    checkpoint: CheckpointSource,
+    target: CheckpointSource,
     dtype: str = "float32",
     device: str = "cpu",
     wiring: HeadWiring | None = None,
@@ -276,12 +271,12 @@ def load_fuser(
 
     Raises CheckpointError.
     """
-    folder = resolve(path_or_id)
-    config = read_head_config(folder, read_target_config(resolve(target)), kind, wiring)
+    checkpoint = open_checkpoint(checkpoint)
+    config = read_head_config(checkpoint, open_checkpoint(target).text_config, kind, wiring)
     expected = fuser_shapes(config)
-    files = {canonical_name(name, kind): name for name in weight_map(folder)}
-    tensors = {name: read_tensor(folder, (files[name],)) for name in expected if name in files}
-    check_tensors(tensors, expected, (), folder)
+    files = {canonical_name(name, kind): name for name in checkpoint.files}
+    tensors = {name: checkpoint.tensor((files[name],)) for name in expected if name in files}
+    check_tensors(tensors, expected, (), checkpoint.folder)
     return _fuser(config, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}).to(
         torch.device(device)
     )

@@ -7,14 +7,14 @@ Facts about the formats and their sources stand in docs/models.md. Reads names o
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from eyas.config.file_values import get_setting, shown
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import DEPTH_KEY, WIRING_KEY, read_plain_config, weight_map
+from eyas.models.checkpoint import DEPTH_KEY, WIRING_KEY, Checkpoint
 from eyas.models.heads.layers import BackboneSizes, Shapes, check_target, layer_shapes, read_layer_sizes
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 
@@ -147,12 +147,9 @@ def canonical_name(name: str, kind: Kind) -> str:
     return re.sub(r"^layers\.0\.", "midlayer.", name) if kind != "eagle" else name
 
 
-def find_eagle_kind(folder: Path) -> Kind | None:
-    """Return the kind of an EAGLE head, by the tensors that only this kind has; None for another checkpoint.
-
-    Raises CheckpointError for a folder without weights.
-    """
-    names = {canonical_name(name, "eagle3") for name in weight_map(folder)}
+def find_eagle_kind(tensors: Iterable[str]) -> Kind | None:
+    """Return the kind of an EAGLE head, by the names of tensors that only this kind has; None for another checkpoint."""
+    names = {canonical_name(name, "eagle3") for name in tensors}
     if "mask_hidden" in names:
         return "peagle"
     if "midlayer.hidden_norm.weight" in names:
@@ -173,15 +170,15 @@ def trained_depth(raw: Settings) -> int:
 
 
 def read_head_config(
-    folder: Path, target: Settings, kind: Kind = "eagle3", wiring: HeadWiring | None = None
+    checkpoint: Checkpoint, target: Settings, kind: Kind = "eagle3", wiring: HeadWiring | None = None
 ) -> EagleHeadConfig:
-    """Return the head in `folder`, checked against the target's config.json. wiring: replaces what its config says.
+    """Return the config of a head, checked against the target's config.json. wiring: replaces what its config says.
 
     Raises CheckpointError.
     """
-    raw, source = read_plain_config(folder), folder / "config.json"
-    names = {canonical_name(name, kind) for name in weight_map(folder)}
-    _check_kind(raw, names, kind, folder)
+    raw, source = checkpoint.head_config, checkpoint.config_file
+    names = {canonical_name(name, kind) for name in checkpoint.files}
+    _check_kind(raw, names, kind, checkpoint.folder)
     head = _flatten(raw)
     sizes, vocab_size = read_layer_sizes(head, source), get_setting(int, head, "vocab_size", source)
     config = EagleHeadConfig(
@@ -202,7 +199,7 @@ def read_head_config(
         mask_token_id=_mask_token_id(head, vocab_size, source) if kind == "peagle" else None,
         depth=trained_depth(raw) if kind == "peagle" else 0,
     )
-    _check(config, head, target, folder)
+    _check(config, head, target, checkpoint.folder)
     return config
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,15 +17,7 @@ from torch import Tensor, nn
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import (
-    EMBEDDING_NAMES,
-    check_tensors,
-    read_plain_config,
-    read_target_config,
-    read_tensors,
-    read_vocabulary,
-    resolve,
-)
+from eyas.models.checkpoint import EMBEDDING_NAMES, Checkpoint, CheckpointSource, check_tensors, open_checkpoint
 from eyas.models.heads.layers import (
     DraftLayer,
     LayerSizes,
@@ -129,7 +120,7 @@ class HydraMLP(nn.Module):
 class PrefixLayer(nn.Module):
     """A decoder layer over the target's final states, with its norm before and the model's norm behind it."""
 
-    def __init__(self, sizes: LayerSizes, tensors: Mapping[str, Tensor], target: Path) -> None:
+    def __init__(self, sizes: LayerSizes, tensors: Mapping[str, Tensor], target: Checkpoint) -> None:
         super().__init__()
         self.sizes = sizes
         self.layer = DraftLayer(sizes, under_prefix(tensors, "layers.0."))
@@ -151,7 +142,11 @@ class PrefixLayer(nn.Module):
 
 
 def load_hydra(
-    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", quantization: str = ""
+    checkpoint: CheckpointSource,
+    target: CheckpointSource,
+    dtype: str = "float32",
+    device: str = "cpu",
+    quantization: str = "",
 ) -> HydraHead:
     """Load heads with the target's embedding. quantization: as `drafting.quantization`.
 
@@ -159,25 +154,25 @@ def load_hydra(
     and ConfigError as `quantise_head`.
     """
     check_device(dtype, device)
-    folder, target_folder = resolve(path_or_id), resolve(target)
-    sizes = read_target_config(target_folder)
+    checkpoint, target = open_checkpoint(checkpoint), open_checkpoint(target)
+    folder, sizes = checkpoint.folder, target.text_config
     hidden, vocab = (get_setting(int, sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
-    config, tensors = read_hydra_config(folder), read_tensors(folder, HYDRA_FILES)
+    config, tensors = read_hydra_config(checkpoint), checkpoint.tensors(HYDRA_FILES)
     ids = take_draft_ids(tensors, hidden, vocab, folder)
     expected, optional = _shapes(config, hidden, vocab, len(ids)), {"input_embed_fn.weight"}
     biases = {name for name in expected if name.startswith("hydra_lm_head.") and name.endswith(".bias")}
     if biases.isdisjoint(tensors):  # all of them or none
         optional |= biases
-    prefix_sizes = read_layer_sizes(sizes, target_folder / "config.json") if config.has_prefix else None
+    prefix_sizes = read_layer_sizes(sizes, target.config_file) if config.has_prefix else None
     if prefix_sizes:
         expected |= _prefix_shapes(prefix_sizes, vocab)
         optional |= PREFIX_OPTIONAL
     _repeat_blocks(tensors, config)
     check_tensors(tensors, expected, optional, folder)
     embedding = tensors.pop("input_embed_fn.weight", None)
-    embedding = read_vocabulary(target_folder, EMBEDDING_NAMES, (vocab, hidden)) if embedding is None else embedding
+    embedding = target.vocabulary(EMBEDDING_NAMES, (vocab, hidden)) if embedding is None else embedding
     cast = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
-    prefix = PrefixLayer(prefix_sizes, under_prefix(cast, PREFIX), target_folder) if prefix_sizes else None
+    prefix = PrefixLayer(prefix_sizes, under_prefix(cast, PREFIX), target) if prefix_sizes else None
     heads = [_head(cast, config, index) for index in range(config.num_heads)]
     head = HydraHead(heads, embedding.to(getattr(torch, dtype)), ids, prefix).to(torch.device(device))
     if quantization:
@@ -202,9 +197,9 @@ class HydraConfig:
         return f"hydra_lm_head.{head}" + ".1" * self.has_prefix
 
 
-def read_hydra_config(folder: Path) -> HydraConfig:
+def read_hydra_config(checkpoint: Checkpoint) -> HydraConfig:
     """Raises CheckpointError for heads of a kind that Eyas does not support."""
-    config, source = read_plain_config(folder), folder / "config.json"
+    config, source = checkpoint.head_config, checkpoint.config_file
     architecture = config.get("hydra_head_arch", "mlp")
     if architecture not in ARCHITECTURES:
         raise CheckpointError(f"{source}: hydra_head_arch is {architecture!r}; Eyas runs {' and '.join(ARCHITECTURES)} only")

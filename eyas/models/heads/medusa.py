@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import check_tensors, read_plain_config, read_target_config, read_tensors, resolve
+from eyas.models.checkpoint import CheckpointSource, check_tensors, open_checkpoint
 from eyas.models.heads.layers import frozen, linear, quantise_head, take_draft_ids
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
@@ -69,7 +69,11 @@ class MedusaHead(nn.Module):
 
 
 def load_medusa(
-    path_or_id: str, target: str, dtype: str = "float32", device: str = "cpu", quantization: str = ""
+    checkpoint: CheckpointSource,
+    target: CheckpointSource,
+    dtype: str = "float32",
+    device: str = "cpu",
+    quantization: str = "",
 ) -> MedusaHead:
     """Load as many heads as the file holds. quantization: as `drafting.quantization`.
 
@@ -77,10 +81,10 @@ def load_medusa(
     `quantise_head`.
     """
     check_device(dtype, device)
-    folder = resolve(path_or_id)
-    sizes = read_target_config(resolve(target))
+    checkpoint = open_checkpoint(checkpoint)
+    folder, sizes = checkpoint.folder, open_checkpoint(target).text_config
     hidden, vocab = (get_setting(int, sizes, key, "the target's config") for key in ("hidden_size", "vocab_size"))
-    config, tensors = read_plain_config(folder), _canonical_names(read_tensors(folder, MEDUSA_FILES))
+    config, tensors = checkpoint.head_config, _canonical_names(checkpoint.tensors(MEDUSA_FILES))
     shared = bool(config.get("original_lm_head")) or "lm_head.weight" in tensors
     if shared:
         tensors = _share_output(tensors)
@@ -97,7 +101,7 @@ def load_medusa(
     names = [[f"blocks.{head}.layers.{layer}" for head in range(heads)] for layer in range(layers)]
     weights = [torch.stack([cast[f"{block}.weight"] for block in blocks]) for blocks in names]
     biases = [torch.stack([cast.get(f"{block}.bias", no_bias)[None] for block in blocks]) for blocks in names]
-    scale = get_setting(float, config, "logit_scale", folder / "config.json", 1.0)
+    scale = get_setting(float, config, "logit_scale", checkpoint.config_file, 1.0)
     outputs = torch.stack([cast[f"lm_heads.{head}.weight"] for head in range(num_outputs)]) * scale
     head = MedusaHead(weights, biases, outputs, ids).to(torch.device(device))
     if quantization:

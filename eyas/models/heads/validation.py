@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import resolve
+from eyas.models.checkpoint import CheckpointSource, open_checkpoint
 from eyas.models.heads.block import BlockHead, load_block_head
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind, Output
@@ -133,23 +133,29 @@ class WiringReport:
 
 @torch.inference_mode()
 def validate_head(
-    target: TargetModel, head: str, target_folder: str, dtype: str, device: str, kind: Kind = "eagle3"
+    target: TargetModel,
+    head: CheckpointSource,
+    target_checkpoint: CheckpointSource,
+    dtype: str,
+    device: str,
+    kind: Kind = "eagle3",
 ) -> WiringReport:
     """Try the plausible wirings of a head on one or two thousand tokens.
 
     EAGLE-1 heads have one wiring. The target's aux hidden state layers stay as they were.
     Raises CheckpointError for what does not load.
     """
-    loaded = load_head(head, target_folder, dtype, device, kind)
+    head, target_checkpoint = open_checkpoint(head), open_checkpoint(target_checkpoint)
+    loaded = load_head(head, target_checkpoint, dtype, device, kind)
     stated = loaded.config.wiring
     if kind != "eagle":
-        fuser: FeatureFuser = load_fuser(head, target_folder, dtype, device, kind=kind)
+        fuser: FeatureFuser = load_fuser(head, target_checkpoint, dtype, device, kind=kind)
         wirings = _plausible_wirings(stated, int(target.config.num_hidden_layers))
     else:
         fuser, wirings = FeatureFuser(loaded.config.hidden), [stated]
     fuser = fuser.to(target.dtype)
     layers = sorted({layer for wiring in wirings for layer in wiring.aux_hidden_state_layers})
-    windows = observe(target, target_folder, layers)
+    windows = observe(target, target_checkpoint, layers)
 
     def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
         return _score(loaded, fuser, wiring, windows)
@@ -167,13 +173,15 @@ def validate_head(
 
 
 @torch.inference_mode()
-def validate_block_head(target: TargetModel, head: str, target_folder: str, dtype: str, device: str) -> WiringReport:
+def validate_block_head(
+    target: TargetModel, head: CheckpointSource, target_checkpoint: CheckpointSource, dtype: str, device: str
+) -> WiringReport:
     """Try the plausible wirings of a block head: layers as stated and one to either side, both meanings of the anchor's row.
 
     Blocks start at every fourth token. Guesses are those of the first two levels, with the text's tokens before them.
     Raises CheckpointError for what does not load.
     """
-    loaded = load_block_head(head, target_folder, dtype, device)
+    loaded = load_block_head(head, target_checkpoint, dtype, device)
     stated = loaded.config.wiring
     wirings = [
         replace(stated, aux_hidden_state_layers=layers, sample_from_anchor=from_anchor)
@@ -181,7 +189,7 @@ def validate_block_head(target: TargetModel, head: str, target_folder: str, dtyp
         if from_anchor or loaded.config.block_size > 1
         for layers in _shifted(stated.aux_hidden_state_layers, int(target.config.num_hidden_layers))
     ]
-    windows = observe(target, target_folder, sorted({layer for w in wirings for layer in w.aux_hidden_state_layers}))
+    windows = observe(target, target_checkpoint, sorted({layer for w in wirings for layer in w.aux_hidden_state_layers}))
     windows = [window for window in windows if len(window.tokens) > loaded.config.block_size + 1]
 
     def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
@@ -264,12 +272,13 @@ class Window:
         return self.likeliest[:, 0]
 
 
-def observe(target: TargetModel, folder: str, layers: Sequence[int]) -> list[Window]:
+def observe(target: TargetModel, source: CheckpointSource, layers: Sequence[int]) -> list[Window]:
     """Return one or two thousand tokens with the target's predictions and hidden states.
 
-    The tokens are a fixed text if the target in `folder` has a tokenizer; otherwise the target samples them.
+    The tokens are a fixed text if the target's folder has a tokenizer; otherwise the target samples them.
     """
-    rows = _text(folder, target) if (resolve(folder) / "tokenizer.json").is_file() else _sampled(target)
+    stored = open_checkpoint(source)
+    rows = _text(stored.path, target) if (stored.folder / "tokenizer.json").is_file() else _sampled(target)
     before = target.aux_hidden_state_layers
     target.set_aux_hidden_state_layers(layers)
     try:

@@ -26,6 +26,7 @@ from eyas.drafters.registry import DrafterParts
 from eyas.drafters.trees.rows import GrownRows
 from eyas.emulation.costs import flat
 from eyas.emulation.device import EmulatedDevice, VirtualClock
+from eyas.models.checkpoint import Checkpoint
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.drafters.ahead.test_draft_ahead import (
@@ -61,14 +62,22 @@ def test_draft_services_on_gpus_try_it_by_default(
 ) -> None:
     drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode=mode))
     parts = DrafterParts(
-        tiny_target, tiny_head, "float32", device, SHAPE, drafting, MethodsConfig(), has_idle_time=has_idle_time
+        Checkpoint(tiny_target),
+        Checkpoint(tiny_head),
+        "float32",
+        device,
+        SHAPE,
+        drafting,
+        MethodsConfig(),
+        has_idle_time=has_idle_time,
     )
     assert type(parts.with_ahead(make(tiny_target, tiny_head))) is kind
 
 
 def test_an_emulated_gpu_tries_it_by_default_too(tiny_target: str, tiny_head: str) -> None:
     drafting = DraftingConfig(2048, emulated_device="eagle3-8b@h200")
-    parts = DrafterParts(tiny_target, tiny_head, "float32", "cpu", SHAPE, drafting, MethodsConfig(), has_idle_time=True)
+    target, head = Checkpoint(tiny_target), Checkpoint(tiny_head)
+    parts = DrafterParts(target, head, "float32", "cpu", SHAPE, drafting, MethodsConfig(), has_idle_time=True)
     assert parts.ahead_mode == "auto"
     assert replace(parts, has_idle_time=False).ahead_mode == "never"
 

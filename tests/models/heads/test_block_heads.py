@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import read_config
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads import block_layers, layers
 from eyas.models.heads.block import (
     BlockHead,
@@ -230,7 +230,7 @@ def test_sliding_layers_see_the_block_as_their_authors_do(kind: str, causal: boo
     raw = json.loads((folder / "config.json").read_text())
     assert raw.pop("sliding_window_non_causal") is not KINDS[kind].causal_windows
     (folder / "config.json").write_text(json.dumps(raw))
-    assert read_block_config(folder, read_config(Path(tiny_target))).causal_windows is causal
+    assert read_block_config(Checkpoint(folder), Checkpoint(tiny_target).config).causal_windows is causal
 
 
 @pytest.mark.parametrize("kind", ["dspark", "dflash2"])

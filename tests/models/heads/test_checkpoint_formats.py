@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.eagle import EagleDrafter
-from eyas.models.checkpoint import head_fingerprint, read_target_config
+from eyas.models.checkpoint import Checkpoint, head_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head, write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, read_head_config
 from eyas.models.heads.layers import default_rotary_table, rotary_table
@@ -87,7 +87,7 @@ def test_a_head_is_equal_in_every_checkpoint_format(
     tensors = random_tensors(config, shipped=shipped(config))
     head = save(tmp_path / "head", CHECKPOINT_FORMATS[checkpoint_format](config, tensors))
     plain = write(tmp_path / "plain", config)
-    assert read_head_config(Path(head), read_target_config(Path(tiny_target))) == config
+    assert read_head_config(Checkpoint(head), Checkpoint(tiny_target).text_config) == config
     one, other = load_head(head, tiny_target).state_dict(), load_head(plain, tiny_target).state_dict()
     assert one.keys() == other.keys()
     assert all(torch.equal(one[name], other[name]) for name in one)
@@ -139,7 +139,7 @@ def test_ignoring_the_wiring_changes_the_states(option: str, tiny_target: str, t
 
 
 def test_the_meaning_of_norm_output_depends_on_the_format(tiny_target: str, tmp_path: Path) -> None:
-    target = read_target_config(Path(tiny_target))
+    target = Checkpoint(tiny_target).text_config
     each = replace(TINY, input_norms="each")
     outputs = {}
     for name, config, checkpoint_format, value in (
@@ -149,7 +149,7 @@ def test_the_meaning_of_norm_output_depends_on_the_format(tiny_target: str, tmp_
     ):  # fmt: skip
         written, tensors = checkpoint_format(config, random_tensors(config))
         head = save(tmp_path / name, (written | {"norm_output": value}, tensors))
-        outputs[name] = read_head_config(Path(head), target).wiring.output
+        outputs[name] = read_head_config(Checkpoint(head), target).wiring.output
     assert outputs == {
         "specforge true": "state", "specforge false": "bare", "specforge beside fc_norm": "normed",
         "vllm true": "normed", "vllm false": "state",
@@ -163,7 +163,7 @@ def test_the_meaning_of_norm_output_depends_on_the_format(tiny_target: str, tmp_
 def test_a_written_head_reads_back(config: EagleHeadConfig, tiny_target: str, tmp_path: Path) -> None:
     tensors = random_tensors(config, shipped=shipped(config))
     write_head(tmp_path, config, tensors)
-    assert read_head_config(tmp_path, read_target_config(Path(tiny_target)), config.kind) == config
+    assert read_head_config(Checkpoint(tmp_path), Checkpoint(tiny_target).text_config, config.kind) == config
     read = load_file(tmp_path / "model.safetensors")
     assert read.keys() == tensors.keys()
     assert all(torch.equal(read[name], tensors[name]) for name in tensors)

@@ -15,7 +15,7 @@ from eyas.cli.main import app
 from eyas.config import VerifierConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import head_fingerprint, read_config, read_target_config
+from eyas.models.checkpoint import Checkpoint, head_fingerprint
 from eyas.models.heads import validation
 from eyas.models.heads.eagle_config import HeadWiring, read_head_config
 from eyas.models.heads.validation import Window, WiringReport, WiringScore, compared, observe, validate_head
@@ -49,7 +49,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_config(folder: Path, head: Path = HEAD, **changes: object) -> str:
     """A demo head with other settings in its config."""
     folder.mkdir(parents=True)
-    folder.joinpath("config.json").write_text(json.dumps(read_config(head) | changes))
+    folder.joinpath("config.json").write_text(json.dumps({**Checkpoint(head).config, **changes}))
     folder.joinpath("model.safetensors").symlink_to((head / "model.safetensors").resolve())
     return str(folder)
 
@@ -77,7 +77,7 @@ WRONG: dict[str, dict[str, object]] = {
 )
 def test_a_wrong_config_is_corrected(wrong: str, target: TargetModel, tmp_path: Path, short: None) -> None:
     head = with_config(tmp_path / "head", **WRONG[wrong])
-    assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring != RIGHT
+    assert read_head_config(Checkpoint(head), Checkpoint(TARGET).text_config).wiring != RIGHT
     report = validate_head(target, head, TARGET, "float32", "cpu")
     assert report.best.wiring == RIGHT
     assert not report.failed
@@ -181,15 +181,21 @@ def test_a_verifier_uses_the_wiring_that_works(tmp_path: Path, short: None) -> N
     config = VerifierConfig("demo", TARGET, head, dtype="float32", device="cpu", engine=fixed_config())
     for checks, layers in ((config, RIGHT.aux_hidden_state_layers), (replace(config, validate_head="never"), (3, 7, 10))):
         engine, _ = load_engine(
-            checks, DraftHead(head, "eagle3"), TargetInfo("target", "features"), TargetWorkers(), Peers()
+            checks,
+            Checkpoint(TARGET),
+            DraftHead(head, "eagle3"),
+            TargetInfo("target", "features"),
+            TargetWorkers(),
+            Peers(),
         )
         assert engine.target.aux_hidden_state_layers == layers
 
 
 def test_a_verifier_refuses_a_random_head(tiny_target: str, tiny_head: str, short: None) -> None:
     config = VerifierConfig("tiny", tiny_target, tiny_head, dtype="float32", device="cpu", engine=fixed_config())
+    head, info = DraftHead(tiny_head, "eagle3"), TargetInfo("target", "features")
     with pytest.raises(CheckpointError, match="hardly ever guesses"):
-        load_engine(config, DraftHead(tiny_head, "eagle3"), TargetInfo("target", "features"), TargetWorkers(), Peers())
+        load_engine(config, Checkpoint(tiny_target), head, info, TargetWorkers(), Peers())
 
 
 def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path, short: None) -> None:
@@ -198,7 +204,7 @@ def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path, short: N
     result = CliRunner().invoke(app, [*options, "--write"])
     assert result.exit_code == 0, result.output
     assert "not as its config says" in result.output
-    assert read_head_config(Path(head), read_target_config(Path(TARGET))).wiring == RIGHT
+    assert read_head_config(Checkpoint(head), Checkpoint(TARGET).text_config).wiring == RIGHT
     assert head_fingerprint(head) == digest, "a draft service and a verifier still match"
 
 

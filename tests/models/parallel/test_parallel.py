@@ -30,7 +30,7 @@ from eyas.errors import CheckpointError, ConfigError, Unavailable
 from eyas.llm import LLM
 from eyas.models.backends.base import BackendKind, BackendPlan
 from eyas.models.backends.cuda_graphs import CaptureLimits
-from eyas.models.checkpoint import WeightFiles
+from eyas.models.checkpoint import Checkpoint, WeightFiles
 from eyas.models.heads.eagle import load_fuser
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.inputs import Segment, pack
@@ -240,7 +240,7 @@ def test_a_rank_reads_its_own_weights_only(rank: int, size: int, is_tied: bool, 
         whole.config.tie_word_embeddings = True
         whole.tie_weights()
     whole.save_pretrained(tmp_path)
-    files = WeightFiles(tmp_path, torch.float32, "cpu")
+    files = WeightFiles(Checkpoint(tmp_path), torch.float32, "cpu")
     config = read_model_config(tmp_path)
     part = load_shard(lambda: LlamaForCausalLM(config), files, torch.device("cpu"), Shard(rank, size), [2] * 4)
     assert part is not None
@@ -258,7 +258,7 @@ def test_weights_that_are_buffers_are_not_left_out(tmp_path: Path) -> None:
     kind, settings = FAMILIES["gemma-4"]
     write_model(tmp_path, config_of(kind, **settings))
     make_model = partial(AutoModelForCausalLM.from_config, read_model_config(tmp_path))
-    assert weightless_model(make_model, WeightFiles(tmp_path, torch.float32, "cpu")) is None
+    assert weightless_model(make_model, WeightFiles(Checkpoint(tmp_path), torch.float32, "cpu")) is None
 
 
 def test_a_model_without_a_plan_is_refused() -> None:

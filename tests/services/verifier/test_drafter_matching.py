@@ -28,7 +28,7 @@ from eyas.config import (
 from eyas.drafters.base import DrafterNeeds
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import ConfigError
-from eyas.models.checkpoint import target_fingerprint
+from eyas.models.checkpoint import Checkpoint, target_fingerprint
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, TargetInfo
 from eyas.rpc.status import status_error
@@ -88,7 +88,7 @@ def address(zoo: Zoo) -> Iterator[str]:
     for model in zoo.models:
         head = DraftHead(model.draft_model, model.method)
         drafter = head.build_drafter(model.model, "float32", "cpu", model.tree, model.drafting)
-        built.append((drafter, describe(model.served_model_name, head, drafter, read_target(model.model))))
+        built.append((drafter, describe(model.served_model_name, head, drafter, read_target(Checkpoint(model.model)))))
     with serving_all(built) as address:
         yield address
 
