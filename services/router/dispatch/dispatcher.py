@@ -12,8 +12,8 @@ import logging
 import math
 import random
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -144,17 +144,21 @@ class Dispatcher:
             context.placement = context.placement or pair.placement
             try:
                 async with self._attempt(pair, state, context) as attempt:
-                    with self._telemetry.upstream_request(state.remaining_call(pair), pair, state.num_retries) as traced:
-                        async with aclosing(self._stream_from(pair, traced, context)) as chunks:
-                            async for chunk in chunks:
-                                if chunk.finish_reason == "error" and not state.has_broken:
-                                    raise RequestFailed(chunk.message)
-                                if not attempt.has_begun and chunk.finish_reason != "error":
-                                    self._workers.record_success(pair, state.routing)
-                                    self._place(session, pair)
-                                self._poison.begin(attempt)
-                                state.add(pair, chunk)
-                                yield chunk
+                    traced_call = self._telemetry.upstream_request(state.remaining_call(pair), pair, state.num_retries)
+                    with traced_call as sent, self._call(pair, sent, context) as upstream:
+                        while not upstream.is_finished:
+                            chunk = await upstream.read(self._stall_timeout_s if attempt.has_begun else math.inf)
+                            if chunk.finish_reason == "error" and not state.has_broken:
+                                raise RequestFailed(chunk.message)
+                            if not attempt.has_begun and chunk.finish_reason != "error":
+                                self._workers.record_success(pair, state.routing)
+                                self._place(session, pair)
+                            self._poison.begin(attempt)
+                            state.add(pair, chunk)
+                            yield chunk
+                        measurements = await upstream.measurements()
+                if context.on_trailers:
+                    context.on_trailers(measurements)
                 return
             except UnknownDrafter as error:
                 if state.drafter_is_unknown:
@@ -235,26 +239,17 @@ class Dispatcher:
             state.excluded_since = now
         return pair if state.excluded_since is not None and now >= state.excluded_since + ISOLATION_S else None
 
-    async def _stream_from(self, pair: Pair, call: GenerateCall, context: RequestContext) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of one verifier; closing the generator early cancels the call."""
+    @contextmanager
+    def _call(self, pair: Pair, call: GenerateCall, context: RequestContext) -> Iterator[_UpstreamCall]:
+        """Call a verifier while the body runs; leaving it early cancels the call."""
         remaining_s = context.deadline - asyncio.get_running_loop().time()
         stub = GenerationStub(self._workers.channel(pair.verifier))
         metadata = (*call.trace, *self._workers.metadata)
         stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
         with self._workers.in_flight(pair, stream.cancel):
             try:
-                finished, stall_timeout_s, num_left = False, math.inf, call.request.sampling.max_tokens
-                while not finished:
-                    message = await read_chunk(stream, context.deadline, stall_timeout_s)
-                    parse = partial(_parse_chunk, message, pair.verifier.model.vocab_size, call.request, num_left)
-                    is_large = len(message.prompt_logprobs) > LARGE_NUM_LOGPROBS
-                    chunk = await asyncio.to_thread(parse) if is_large else parse()
-                    finished, stall_timeout_s = chunk.finish_reason is not None, self._stall_timeout_s
-                    num_left -= len(chunk.token_ids)
-                    yield chunk
-                measurements = await _measurements(stream)
-                if context.on_trailers:
-                    context.on_trailers(measurements)
+                num_left, vocab_size = call.request.sampling.max_tokens, pair.verifier.model.vocab_size
+                yield _UpstreamCall(stream, call.request, context.deadline, vocab_size, num_left)
             finally:
                 stream.cancel()
 
@@ -264,6 +259,37 @@ class Dispatcher:
             task = asyncio.create_task(self._sessions.place(session, pair.placement))
             self._placing.add(task)
             task.add_done_callback(self._placing.discard)
+
+
+@dataclass
+class _UpstreamCall:
+    """A call to one verifier, whose chunks are read one by one. num_left: tokens that it may still send."""
+
+    stream: GenerateStream
+    request: Request
+    deadline: float
+    vocab_size: int
+    num_left: int
+    is_finished: bool = False
+
+    async def read(self, stall_timeout_s: float) -> Chunk:
+        """Return the next chunk. Raises as `read_chunk`, and Unavailable for a chunk that no sound verifier sends."""
+        message = await read_chunk(self.stream, self.deadline, stall_timeout_s)
+        parse = partial(_parse_chunk, message, self.vocab_size, self.request, self.num_left)
+        is_large = len(message.prompt_logprobs) > LARGE_NUM_LOGPROBS
+        chunk = await asyncio.to_thread(parse) if is_large else parse()
+        self.num_left -= len(chunk.token_ids)
+        self.is_finished = chunk.finish_reason is not None
+        return chunk
+
+    async def measurements(self) -> list[tuple[str, str]]:
+        """Return the verifier's measurements from the trailing metadata; none if they do not arrive in time."""
+        try:
+            async with asyncio.timeout(TRAILER_TIMEOUT_S):
+                trailers = await self.stream.trailing_metadata()
+        except TimeoutError:
+            return []
+        return [(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY]
 
 
 @dataclass
@@ -485,13 +511,3 @@ def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
 def _log_reason(error: EyasError) -> str:
     cause = error.__cause__
     return f"{error}: {cause.details()}" if isinstance(cause, grpc.aio.AioRpcError) else str(error)
-
-
-async def _measurements(stream: GenerateStream) -> list[tuple[str, str]]:
-    """Return the verifier's measurements from the trailing metadata; none if they do not arrive in time."""
-    try:
-        async with asyncio.timeout(TRAILER_TIMEOUT_S):
-            trailers = await stream.trailing_metadata()
-    except TimeoutError:
-        return []
-    return [(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY]

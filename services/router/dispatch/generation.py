@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -156,29 +157,48 @@ class GenerationService:
         ids = await self.threads.run(caller, tokenizer.encode_within, text, info.max_model_len, is_rendered or is_inside)
         return await self.threads.run(caller, tokenizer.encode_inside, text) if is_inside else ids
 
-    async def stream(
+    def stream(
         self,
-        call: GenerateCall,
+        calls: Sequence[GenerateCall],
         operation: str = "text_completion",
         timeout_s: float | None = None,
         on_trailers: TrailerCallback | None = None,
-        slots: asyncio.Semaphore | None = None,
     ) -> AsyncGenerator[TextChunk, None]:
-        """Yield the chunks of all completions of a prepared call, as they come; closing it early cancels them.
+        """Return the chunks of all completions of a body's calls, as they come; closing it early cancels them.
+
+        The completions of all calls are numbered through.
 
         Args:
-            call: what `prepare` returned.
+            calls: what `prepare` returned.
             operation: "chat" or "text_completion", as in the GenAI conventions.
-            timeout_s: the client's own limit.
+            timeout_s: the client's own limit for each call.
             on_trailers: see `RequestContext`.
-            slots: one for each completion that runs, shared by the calls of one body; None for a body of one call.
 
         Raises:
             TimedOut: at the earlier of the client's and the router's limit.
-            EyasError: as `Dispatcher.stream`.
+            EyasError: as `Dispatcher.stream`, and Unavailable when the router stops.
         """
         timeout_s = min(timeout_s or self._request_timeout_s, self._request_timeout_s)
-        slots = slots or completion_slots()
+        slots, firsts = completion_slots(), accumulate((call.request.sampling.n for call in calls), initial=0)
+        streams = (
+            self._stream_call(call, first, operation, timeout_s, on_trailers, slots)
+            for call, first in zip(calls, firsts, strict=False)
+        )
+        return merge(streams, completion_slots(), self._has_ended)
+
+    async def _stream_call(
+        self,
+        call: GenerateCall,
+        first: int,
+        operation: str,
+        timeout_s: float,
+        on_trailers: TrailerCallback | None,
+        slots: asyncio.Semaphore,
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Yield the chunks of a call's completions, which begin with the number `first`; see `stream`.
+
+        slots: one for each completion that runs, shared by the calls of one body.
+        """
         context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, body=slots)
         try:
             with self._telemetry.request(call, operation) as traced:
@@ -187,20 +207,28 @@ class GenerationService:
                     traced.prompt_text = await asyncio.to_thread(
                         self._tokenizers[call.model].decode, call.request.prompt_ids
                     )
-                completions = self._completions(call, context)
-                async with aclosing(merge(completions, slots, self._has_ended)) as chunks:
-                    async for chunk in chunks:
-                        traced.add(chunk)
-                        yield chunk
+                completions = self._completions(call, first, context)
+                chunks = next(completions) if call.request.sampling.n == 1 else merge(completions, slots)
+                try:
+                    async with aclosing(chunks):
+                        async for chunk in chunks:
+                            traced.add(chunk)
+                            yield chunk
+                except asyncio.CancelledError:
+                    if self._has_ended.is_set():  # `merge` raises the same; telemetry counts this one
+                        raise _stopping() from None
+                    raise
         except TimeoutError as error:
             raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
 
-    def _completions(self, call: GenerateCall, context: RequestContext) -> Iterator[AsyncGenerator[TextChunk, None]]:
-        """Yield a stream of chunks for each completion of a call."""
+    def _completions(
+        self, call: GenerateCall, first: int, context: RequestContext
+    ) -> Iterator[AsyncGenerator[TextChunk, None]]:
+        """Yield a stream of chunks for each completion of a call. first: number of the first."""
         tokenizer, request = self._tokenizers[call.model], call.request
         is_constrained = request.sampling.structured_outputs is not None
         left_context = partial(tokenizer.left_context, request.prompt_ids, is_constrained)
-        for index, sampling in enumerate(request.sampling.completions()):
+        for index, sampling in enumerate(request.sampling.completions(), first):
             completion = replace(request, sampling=sampling)
             text = TextStream(
                 tokenizer,
@@ -314,6 +342,8 @@ async def _pump(stream: AsyncGenerator[TextChunk, None], chunks: asyncio.Queue[T
             async for chunk in stream:
                 await chunks.put(chunk)
         except Exception as error:
-            await chunks.put(error)
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # else nothing is read any more
+                await chunks.put(error)
         else:
             await chunks.put(None)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -18,10 +17,10 @@ from eyas.api.outputs import TextChunk
 from eyas.api.request import Request as GenerationRequest
 from eyas.api.request import SamplingParams
 from eyas.api.validation import MAX_REQUEST_ID_LENGTH, check_prompt_length
-from eyas.errors import EyasError, InvalidRequest
+from eyas.errors import InvalidRequest
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.auth.keys import Access
-from eyas.services.router.dispatch.generation import GenerationService, completion_slots, merge
+from eyas.services.router.dispatch.generation import GenerationService
 from eyas.services.router.http.bodies.anthropic import MessagesBody, PromptBody
 from eyas.services.router.http.bodies.openai import (
     DEFAULT_COMPLETION_TOKENS,
@@ -31,6 +30,7 @@ from eyas.services.router.http.bodies.openai import (
     TokenizeBody,
 )
 from eyas.services.router.http.bodies.responses import ResponsesBody
+from eyas.services.router.http.errors import named_by
 from eyas.services.router.http.fill_in_middle import end_tokens, middle_format, middle_prompt
 from eyas.services.router.http.streaming import BlockResponse, EventStream, cancel_on_disconnect
 from eyas.services.router.http.tool_constraints import ChatOutput
@@ -51,8 +51,6 @@ MAX_QUOTED_NAME = 80
 ID_AFFIX_LENGTH = 16
 
 ResultT = TypeVar("ResultT")
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,13 +76,13 @@ class GenerationEndpoints:
             for prompt in body.prompt:
                 if not isinstance(prompt, str):
                     check_prompt_length(len(prompt), info.max_model_len)
-            with _field_names(body):
+            with named_by(body.name_of):
                 requested = _completion_calls(body, info)
                 if body.suffix:
                     around = self._around(body, info, request, requested)
                     requested = await cancel_on_disconnect(request.receive, around)
             calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
-            chunks = self._chunks(body, received, request.state.access, calls)
+            chunks = self._chunks(received, request.state.access, calls)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
@@ -100,7 +98,7 @@ class GenerationEndpoints:
 
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         """Respond to /v1/responses."""
-        with _field_names(body):
+        with named_by(body.name_of):
             chat = await self._run(request, body.chat)
             return await self._chat("resp_", chat, request, body.stream, partial(ResponsesWriter, body))
 
@@ -149,7 +147,7 @@ class GenerationEndpoints:
             info = await self._model(body.model, request)
             requested = [await self._chat_call(body, info, request)]
             calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
-            chunks = self._chunks(body, received, request.state.access, calls, "chat")
+            chunks = self._chunks(received, request.state.access, calls, "chat")
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
@@ -176,9 +174,9 @@ class GenerationEndpoints:
         if not stream:
             answer = await cancel_on_disconnect(request.receive, writer.response(chunks))
             return await run(num_values(answer), _json, answer, headers)
-        events = _events(writer, chunks)
-        first = await cancel_on_disconnect(request.receive, anext(events))
-        return EventStream(first, events, headers, self.keepalive_interval_s)
+        events = writer.events(chunks)
+        first = await cancel_on_disconnect(request.receive, anext(events, None))
+        return EventStream(writer, first, events, headers, self.keepalive_interval_s)
 
     async def _encode_chat(self, body: ChatBody, info: ModelInfo, request: Request) -> tuple[int, ...]:
         """Return the token ids of a chat's prompt."""
@@ -186,7 +184,7 @@ class GenerationEndpoints:
         if template is None:
             reason = f"model {info.name!r} has no chat template; use /v1/completions, or set its chat_template"
             raise InvalidRequest(reason, "messages")
-        with _field_names(body):
+        with named_by(body.name_of):
             self.service.tokenizer(info.name).check_length(
                 sum(len(message.content) for message in body.messages), info.max_model_len
             )
@@ -201,7 +199,7 @@ class GenerationEndpoints:
         defaults = info.defaults(max(info.max_model_len - len(token_ids), 1))
         max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        with _field_names(body):
+        with named_by(body.name_of):
             sampling = body.sampling(defaults, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
             output = self._chat_output(body, info, token_ids)
             constraint = await self._run(request, output.constraint, sampling.structured_outputs)  # tools may be large
@@ -242,7 +240,7 @@ class GenerationEndpoints:
         """Check all calls of a request; return them with their token ids."""
         access: Access = request.state.access
         prepared, caller = list[GenerateCall](), request.state.caller
-        with _field_names(body):
+        with named_by(body.name_of):
             for number, call in enumerate(calls):
                 id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
                 own = replace(call.request, id=id_)
@@ -257,16 +255,13 @@ class GenerationEndpoints:
 
     def _chunks(
         self,
-        body: CompletionBody | ChatBody,
         received: GenerateCall,
         access: Access,
         prepared: Sequence[GenerateCall],
         operation: str = "text_completion",
     ) -> AsyncGenerator[TextChunk, None]:
-        """Return the merged chunks of prepared calls; a chunk's index is that of its choice."""
-        slots = completion_slots()
-        streams = (self.service.stream(call, operation, slots=slots) for call in prepared)
-        chunks = merge((_of_body(body, stream, i * body.n) for i, stream in enumerate(streams)), completion_slots())
+        """Return the chunks of prepared calls within the quota; a chunk's index is that of its choice."""
+        chunks = self.service.stream(prepared, operation)
         return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
 
 
@@ -317,25 +312,6 @@ def _echoes(body: CompletionBody, tokenizer: Tokenizer) -> list[str]:
     return [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in body.prompt]
 
 
-@contextmanager
-def _field_names(body: CompletionBody | ChatBody | ResponsesBody) -> Iterator[None]:
-    """Let errors name the fields of the body instead of the call's parameters."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise type(error)(str(error), body.name_of(error.param)) from error
-
-
-async def _of_body(
-    body: CompletionBody | ChatBody, chunks: AsyncGenerator[TextChunk, None], first: int
-) -> AsyncGenerator[TextChunk, None]:
-    """Yield chunks with the index of their choice; errors name the body's fields. first: index of the first choice."""
-    with _field_names(body):
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield replace(chunk, chunk=replace(chunk.chunk, index=chunk.chunk.index + first))
-
-
 async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
     """Remove the output token that scoring a prompt costs."""
     async with aclosing(chunks):
@@ -345,20 +321,3 @@ async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGener
                 inner = replace(inner, finish_reason="length")
             totals = replace(chunk.totals, num_output_tokens=0, stats=None) if chunk.totals else None
             yield replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
-
-
-async def _events(writer: StreamWriter, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[list[bytes], None]:
-    """Yield the lines of each event of a stream. An error before the first event is raised, a later one is an event."""
-    has_started, failure = False, None
-    try:
-        async with aclosing(writer.events(chunks)) as events:
-            async for event in events:
-                has_started = True
-                yield await run(num_values(event), writer.frame, event)
-    except EyasError as error:
-        if not has_started:
-            raise
-        log.warning("request %s: %s", writer.id, error, extra={"rate_limited": True})
-        failure = error
-    for line in writer.last_frames(failure):
-        yield line

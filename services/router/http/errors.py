@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -166,3 +167,12 @@ def _headers(error: EyasError) -> dict[str, str]:
 
 def _retry_headers(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(seconds))), "Retry-After-Ms": str(math.ceil(seconds * 1000))}
+
+
+@contextmanager
+def named_by(name_of: Callable[[str], str]) -> Iterator[None]:
+    """Let errors name the fields of a body instead of the call's parameters. name_of: the field of a parameter."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise type(error)(str(error), name_of(error.param)) from error

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from eyas.errors import EyasError
 from eyas.rpc.admission import Admission
 from eyas.services.discovery.base import cancel_task
 from eyas.services.router.http.errors import CLIENT_CLOSED_REQUEST
+from eyas.services.router.http.writers.json_blocks import num_values, run
+from eyas.services.router.http.writers.openai import StreamWriter
 
 WAITING_COMMENT = b": waiting for a verifier"
 
 ResultT = TypeVar("ResultT")
+
+log = logging.getLogger(__name__)
 
 
 class BodyLimit:
@@ -120,22 +126,29 @@ async def _send_blocks(send: Send, blocks: Iterable[bytes]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. events: the lines of those after the first; each is requested when the one before is sent.
+    """Server-sent events. Each is requested when the one before is sent; an error after the first is an event too.
 
     While none comes, a comment is sent every `keepalive_interval_s`, so that no proxy closes a silent connection.
+
+    Args:
+        writer: gave the events, and writes them.
+        first: the first event; None if there is none.
+        events: the others.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: list[bytes],
-        events: AsyncGenerator[list[bytes], None],
+        writer: StreamWriter,
+        first: dict[str, Any] | None,
+        events: AsyncGenerator[dict[str, Any], None],
         headers: dict[str, str],
         keepalive_interval_s: float,
     ) -> None:
         super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
+        self._writer = writer
         self._first = first
         self._events = events
         self._keepalive_interval_s = keepalive_interval_s
@@ -151,13 +164,20 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._send_event(send, self._first)
+        if self._first is not None:
+            await self._send_event(send, self._first)
+        failure: EyasError | None = None
         keepalive = asyncio.create_task(self._send_comments(send))
         try:
             async for event in self._events:
                 await self._send_event(send, event)
+        except EyasError as error:
+            log.warning("request %s: %s", self._writer.id, error, extra={"rate_limited": True})
+            failure = error
         finally:
             await cancel_task(keepalive)
+        for frame in self._writer.last_frames(failure):
+            await self._send_frame(send, frame)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send_comments(self, send: Send) -> None:
@@ -166,17 +186,15 @@ class EventStream(Response):
         while True:
             silence_s = clock() - self._sent_at
             if silence_s >= self._keepalive_interval_s:
-                await self._send_event(send, [WAITING_COMMENT])
+                await self._send_frame(send, [WAITING_COMMENT])
                 silence_s = 0.0
             await asyncio.sleep(self._keepalive_interval_s - silence_s)
 
-    async def _send_event(self, send: Send, blocks: list[bytes]) -> None:
+    async def _send_event(self, send: Send, event: dict[str, Any]) -> None:
+        await self._send_frame(send, await run(num_values(event), self._writer.frame, event))
+
+    async def _send_frame(self, send: Send, blocks: list[bytes]) -> None:
         async with self._sending:  # a comment would break an event in blocks
             self._sent_at = asyncio.get_running_loop().time()
             *before, last = blocks
             await _send_blocks(send, [*before, last + b"\n\n"])
-
-
-def to_bytes(text: str) -> bytes:
-    r"""Return text that holds JSON as UTF-8; half of a surrogate pair, of an echoed field, becomes JSON's escape \ud800."""
-    return text.encode("utf-8", "backslashreplace")

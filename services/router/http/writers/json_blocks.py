@@ -7,8 +7,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
-from eyas.services.router.http.streaming import to_bytes
-
 # Values of a response from which a thread prepares it, and which the JSON encoder gets at once.
 LARGE_NUM_VALUES = 4096
 _BLOCK_BYTES = 64 * 2**10
@@ -34,6 +32,11 @@ class LazyList(Sequence[Any], Generic[ItemT]):
 
     def __getitem__(self, at: Any) -> Any:
         return list(map(self._make, self._items[at])) if isinstance(at, slice) else self._make(self._items[at])
+
+
+def to_bytes(text: str) -> bytes:
+    r"""Return text that holds JSON as UTF-8; half of a surrogate pair, of an echoed field, becomes JSON's escape \ud800."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 def num_values(value: object) -> int:

@@ -20,7 +20,7 @@ from eyas.api.request import GenerationStats, TokenLogprob
 from eyas.errors import EyasError, RequestFailed
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from eyas.services.router.http.bodies.tools import message_delta, whole_message
-from eyas.services.router.http.errors import error_body
+from eyas.services.router.http.errors import error_body, named_by
 from eyas.services.router.http.writers.json_blocks import json_blocks, num_values, run
 from eyas.services.router.http.writers.logprobs import (
     chat_logprobs,
@@ -142,15 +142,16 @@ class ResponseWriter:
     async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
         """Return the whole response. Raises RequestFailed if a completion failed, and what `hold` raises."""
         deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
-        async with aclosing(chunks):
-            self.reserve()
-            async for chunk in chunks:
-                delta = await self._add(chunk)
-                self._hold(delta)
-                kept = deltas[delta.index]
-                kept.append(delta)
-                if len(kept) == _MAX_DELTAS:
-                    deltas[delta.index] = [_join(kept)]
+        with named_by(self.body.name_of):
+            async with aclosing(chunks):
+                self.reserve()
+                async for chunk in chunks:
+                    delta = await self._add(chunk)
+                    self._hold(delta)
+                    kept = deltas[delta.index]
+                    kept.append(delta)
+                    if len(kept) == _MAX_DELTAS:
+                        deltas[delta.index] = [_join(kept)]
         # in a thread: of many completions with log-probabilities it takes seconds
         return await asyncio.to_thread(self._response, [deltas[index] for index in sorted(deltas)])
 
@@ -164,22 +165,23 @@ class ResponseWriter:
 
         Raises RequestFailed if a completion failed, and what `hold` raises.
         """
-        async with aclosing(chunks):
-            self.reserve()
-            async for chunk in chunks:
-                delta = await self._add(chunk)
-                if chunk.chunk.prompt_logprobs:
-                    self._hold(delta)
-                if delta.is_empty:
-                    continue
-                *contents, last = self._event_contents(delta)
-                for content in contents:
-                    choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": None}
-                    yield self._object("chat.completion.chunk", [choice]) | self._usage_so_far()
-                num_prompt_values = _VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs)
-                choice = await run(num_prompt_values, self._choice, delta, last)
-                event = self._object("chat.completion.chunk", [choice])
-                yield event | self._prompt_ids([delta]) | self._usage_so_far()
+        with named_by(self.body.name_of):
+            async with aclosing(chunks):
+                self.reserve()
+                async for chunk in chunks:
+                    delta = await self._add(chunk)
+                    if chunk.chunk.prompt_logprobs:
+                        self._hold(delta)
+                    if delta.is_empty:
+                        continue
+                    *contents, last = self._event_contents(delta)
+                    for content in contents:
+                        choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": None}
+                        yield self._object("chat.completion.chunk", [choice]) | self._usage_so_far()
+                    num_prompt_values = _VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs)
+                    choice = await run(num_prompt_values, self._choice, delta, last)
+                    event = self._object("chat.completion.chunk", [choice])
+                    yield event | self._prompt_ids([delta]) | self._usage_so_far()
         if self.body.ends_with_usage:
             yield self._object("chat.completion.chunk", []) | self._usage()
 

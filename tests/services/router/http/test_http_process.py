@@ -148,7 +148,7 @@ def test_what_outlasts_the_drain_ends_with_an_error(url: str) -> None:
     }
     whole = {"/v1/completions": ALL, "/v1/messages": chat | {"max_tokens": 20}}
 
-    async def body() -> tuple[list[str], list[httpx.Response], bytes, grpc.aio.AioRpcError]:
+    async def body() -> tuple[list[str], list[httpx.Response], bytes, grpc.aio.AioRpcError, str]:
         script = Script(TOKENS, stalls_after=1)
         settings = ("server.graceful_shutdown_timeout_s=0.5", "limits.body_timeout_s=60")
         async with worker(url, script), process(url, *settings) as child, httpx.AsyncClient(timeout=30) as client:
@@ -168,10 +168,12 @@ def test_what_outlasts_the_drain_ends_with_an_error(url: str) -> None:
                     await call.read()
             answers = await asyncio.gather(*running), await asyncio.gather(*waiting), await reader.read()
             writer.close()
+            assert child.stderr is not None
+            log = (await asyncio.wait_for(child.stderr.read(), 60)).decode()
             assert await asyncio.wait_for(child.wait(), 60) == 0
-            return *answers, ended.value
+            return *answers, ended.value, log
 
-    events, answers, unread, call = asyncio.run(body())
+    events, answers, unread, call, log = asyncio.run(body())
     reason = "the router is stopping; send the request again"
     assert all(reason in event for event in events)
     assert [event.endswith("data: [DONE]\n\n") for event in events] == [True, True, False, False]
@@ -184,6 +186,7 @@ def test_what_outlasts_the_drain_ends_with_an_error(url: str) -> None:
     assert b"retry-after: 1\r\n" in unread.lower()
     assert call.code() is grpc.StatusCode.UNAVAILABLE
     assert dict(call.trailing_metadata() or ())[RETRY_KEY] == "1000"
+    assert len(re.findall(r"request \S+: UNAVAILABLE, ", log)) == len(streams) + len(whole) + 1
 
 
 async def read(client: httpx.AsyncClient, url: str, body: Any) -> str:
