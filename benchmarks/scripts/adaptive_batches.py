@@ -43,7 +43,7 @@ from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.progress import Progress, progress
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import VerifyOutput
+from eyas.sampling.acceptance import StepOutputs
 from eyas.text.tokenizer import load_tokenizer
 
 POLICIES: tuple[DraftBudgetPolicy | None, ...] = (None, "fixed", "adaptive")
@@ -178,7 +178,7 @@ class RecordingBudget(FixedDraftBudget):
     def __init__(self) -> None:
         self.found: list[tuple[DraftTree, tuple[int, ...]]] = []
 
-    def observe(self, batch: Sequence[ScheduledSequence], outputs: Sequence[VerifyOutput], times: StepTimes) -> None:
+    def observe(self, batch: Sequence[ScheduledSequence], outputs: StepOutputs, times: StepTimes) -> None:
         self.found += [
             (scheduled.tree, output.accepted.path)
             for scheduled, output in zip(batch, outputs, strict=True)

@@ -20,7 +20,7 @@ from eyas.engine.budget.base import DECODE_ONLY, NO_TREE, NextStep, StepTimes, T
 from eyas.engine.budget.costs import CostModel, DraftCosts, RecentTrees, SurvivalModel
 from eyas.engine.sequence import ScheduledSequence
 from eyas.protocol.tree import DraftTree, DraftTrees
-from eyas.sampling.acceptance import VerifyOutput
+from eyas.sampling.acceptance import StepOutputs
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class AdaptiveDraftBudget:
         is_kept[drafted[order[:num_kept]]] = True
         return list(whole.cut(is_kept))
 
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None:
+    def observe(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, times: StepTimes) -> None:
         if not batch:
             return
         self._num_steps += 1
@@ -225,18 +225,19 @@ class AdaptiveDraftBudget:
         most_s *= 1.0 if self.is_on and not self._is_usual else np.inf if self._is_apart else CostModel.MAX_SURPRISE
         self._account(batch, outputs, min(times.wait, most_s))
 
-    def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput]) -> int:
+    def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: StepOutputs) -> int:
         """Learn from the nodes of a step's trees. Returns the tokens that their sequences have got."""
-        trees, paths, num_tokens = list[DraftTree](), list[tuple[int, ...]](), 0
+        trees, paths, num_tokens = list[DraftTree](), list[list[int]](), 0
         drafted, self._drafted = self._drafted, {}
-        for scheduled, output in zip(batch, outputs, strict=True):
+        nodes, ends = outputs.nodes.tolist(), outputs.ends.tolist()
+        for scheduled, start, end in zip(batch, [0, *ends[:-1]], ends, strict=True):
             tree, request = scheduled.tree, scheduled.sequence.request
             size = self._sizes.get(request.id, NO_TREE)
-            if tree is None or output.accepted is None or not size.depth:
+            if tree is None or start == end or not size.depth:
                 continue
             trees.append(tree)
-            paths.append(output.accepted.path)
-            num_tokens += len(output.accepted.tokens)
+            paths.append(nodes[start:end])
+            num_tokens += end - start
             whole = drafted.get(id(tree), tree if tree.sampled or not drafted else None)
             most_levels = len(scheduled.sequence.slots) - scheduled.first - 2  # as the last of the tokens is no drafted one
             if size == self._full and whole and most_levels >= size.depth:
@@ -246,13 +247,13 @@ class AdaptiveDraftBudget:
         self._survival.observe(trees, paths)
         return num_tokens
 
-    def _account(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], wait_s: float) -> None:
+    def _account(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, wait_s: float) -> None:
         """Add what a step's trees have gained, in plain steps, and stop drafting, or pause after a try, by the sum.
 
         A token is worth what it takes in a plain step, and rows cost what they add to a pass without prompts.
         """
-        pairs = zip(batch, outputs, strict=True)
-        done = [(len(s.slots), len(o.accepted.tokens)) for s, o in pairs if s.tree is not None and o.accepted]
+        pairs = zip(batch, np.diff(outputs.ends, prepend=0).tolist(), strict=True)
+        done = [(len(scheduled.slots), length) for scheduled, length in pairs if scheduled.tree is not None and length]
         if not done:
             return
         count, plain_s = len(done), self._step_s(len(done))

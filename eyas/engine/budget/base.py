@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from eyas.engine.sequence import ScheduledSequence
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import VerifyOutput
+from eyas.sampling.acceptance import StepOutputs
 
 
 class TreeSize(NamedTuple):
@@ -85,7 +85,7 @@ class DraftBudget(Protocol):
         """
         ...
 
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
+    def observe(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, times: StepTimes) -> None: ...
 
 
 class FixedDraftBudget:
@@ -100,4 +100,4 @@ class FixedDraftBudget:
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
         return list(trees)
 
-    def observe(self, batch: Seq[ScheduledSequence], outputs: Seq[VerifyOutput], times: StepTimes) -> None: ...
+    def observe(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, times: StepTimes) -> None: ...

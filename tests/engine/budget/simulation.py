@@ -15,7 +15,7 @@ from eyas.engine.budget.base import NO_TREE, NextStep, StepTimes, TreeSize
 from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.tree import DraftTree, SampledProposal
-from eyas.sampling.acceptance import Accepted, VerifyOutput
+from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
 
 NODES = 8
 CHAINS = TreeConfig(NODES, NODES - 1, 1)
@@ -112,7 +112,7 @@ class Simulation:
 
     def _step(
         self, budget: AdaptiveDraftBudget, sizes: dict[str, TreeSize], rng: random.Random
-    ) -> tuple[list[ScheduledSequence], list[VerifyOutput]]:
+    ) -> tuple[list[ScheduledSequence], StepOutputs]:
         trees = {name: self._tree(number, size) for number, (name, size) in enumerate(sizes.items())}
         came = [name for name, tree in trees.items() if sizes[name].depth and tree.sampled is None]
         trees |= zip(came, budget.prune([trees[name] for name in came], len(sizes) - len(came)), strict=True)
@@ -126,7 +126,7 @@ class Simulation:
             batch.append(ScheduledSequence(sequence, np.arange(len(tree)), self.context, tree))
             outputs.append(VerifyOutput(Accepted(path, path)))
             self.tokens += len(path)
-        return batch, outputs
+        return batch, StepOutputs.of(outputs)
 
     def _tree(self, number: int, size: TreeSize) -> DraftTree:
         """The drafted tree of a request."""

@@ -16,7 +16,7 @@ from eyas.engine.budget.base import StepTimes, TreeSize
 from eyas.engine.budget.costs import CostModel, DraftCosts, SurvivalModel
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.tree import DraftTree, SampledProposal
-from eyas.sampling.acceptance import VerifyOutput
+from eyas.sampling.acceptance import StepOutputs, VerifyOutput
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
 from tests.support.strategies import trees
 
@@ -81,7 +81,7 @@ def test_a_step_may_lack_all_sequences_that_have_drafted(has_output: bool) -> No
     tree = DraftTree.chain((1, 2))
     sequence = Sequence(Request("0" if has_output else "another", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
     batch = [ScheduledSequence(sequence, np.arange(2), 1, tree)]
-    budget.observe(batch, [VerifyOutput(None, error="NaN")], StepTimes(0.2, 1.0))
+    budget.observe(batch, StepOutputs.of([VerifyOutput(None, error="NaN")]), StepTimes(0.2, 1.0))
     assert usual(simulation.sizes(budget, 100)) > 4
 
 
@@ -300,7 +300,8 @@ def test_drawn_nodes_are_estimated_apart_from_ranked_ones(right: float, sampled_
 
 def test_the_least_of_the_first_times_between_steps_counts() -> None:
     budget, sequence = Simulation().budget(), Sequence(Request("0", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
-    batch, outputs = [ScheduledSequence(sequence, np.arange(1), 1, DraftTree.chain((1,)))], [VerifyOutput(None, error="NaN")]
+    batch = [ScheduledSequence(sequence, np.arange(1), 1, DraftTree.chain((1,)))]
+    outputs = StepOutputs.of([VerifyOutput(None, error="NaN")])
     for between_s in (8.0, 9.0, 0.5, 7.0):
         budget.observe(batch, outputs, StepTimes(0.0, 1.0, between_s, 0.25))
     assert budget._step_s(1) == pytest.approx(1.0 + 0.5 + 0.25)
