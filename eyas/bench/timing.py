@@ -311,7 +311,7 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, r
         sequence.extend(slots[:cached])
         works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
     draws = [Draw(GREEDY, position) for work in works for position in work.logit_rows.positions]
-    return lambda: tokens_of(runner.forward(step_segments(works, drawn_rows(works))), draws)
+    return lambda: tokens_of(runner.forward(step_segments(works, drawn_rows(works))), draws).tolist()
 
 
 def _context(session: str, base: int, count: int, budget: TreeBudget, width: int, target: TargetModel) -> DraftContext:

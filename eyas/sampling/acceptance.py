@@ -170,6 +170,14 @@ class StepOutputs(Sequence[VerifyOutput]):
         return cls.of([NOTHING_MORE] * num_requests)
 
     @classmethod
+    def matched(cls, rows: DrawnRows, samples: Ints) -> StepOutputs:
+        """Return the outputs of a step by the rule `match`. samples: drawn from the target, at each node [N]."""
+        trees = rows.trees
+        if trees is None:
+            return cls.without_draws(rows.num_requests)
+        return cls.accepted(rows, samples, trees.nodes.tokens, samples, samples)
+
+    @classmethod
     def accepted(cls, rows: DrawnRows, samples: Ints, names: Ints, wanted: Ints, emitted: Ints) -> StepOutputs:
         """Walk down the trees of a step that has some.
 

@@ -19,6 +19,7 @@ from eyas.sampling.rejection import SiblingVerdicts, rejection_sample
 from eyas.sampling.sampler import MAX_CANDIDATES, sample
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
+NO_SAMPLES: Ints = np.zeros(0, np.int64)
 
 
 def nothing() -> None:
@@ -46,14 +47,11 @@ def verify(
         meanwhile: other work of the host, called once before it waits.
     """
     vocab_size = output.logits.shape[1]
-    if not batch and rows.trees is not None:
-        tokens = sample(output.logits, rows.draws) if output.tokens is None else output.tokens
-        meanwhile()
-        samples = download(tokens)[0].astype(np.int64)
-        return _usable(StepOutputs.accepted(rows, samples, rows.trees.nodes.tokens, samples, samples), vocab_size)
     if not batch:
+        tokens = None if rows.trees is None else tokens_of(output, rows.draws)
         meanwhile()
-        return StepOutputs.without_draws(rows.num_requests)
+        samples = NO_SAMPLES if tokens is None else download(tokens)[0].astype(np.int64)
+        return _usable(StepOutputs.matched(rows, samples), vocab_size)
     is_drawn = output.is_drawn or (False,) * len(batch)
     whole = [each for each, drawn in zip(batch, is_drawn, strict=True) if not drawn]
     masks = wait_for_masks()
@@ -89,10 +87,8 @@ def accept_drafts(rows: DrawnRows, samples: Ints, verdicts: SiblingVerdicts, cel
         places: number of the node that each row is which the verdicts count, at most [N].
     """
     trees = rows.trees
-    if trees is None:
-        return StepOutputs.without_draws(rows.num_requests)
-    if not verdicts.trees:
-        return StepOutputs.accepted(rows, samples, trees.nodes.tokens, samples, samples)
+    if trees is None or not verdicts.trees:
+        return StepOutputs.matched(rows, samples)
     names, wanted, emitted = trees.nodes.tokens.copy(), samples.copy(), samples.copy()
     for first, tree in verdicts.trees.items():
         own = slice(places[first], places[first] + len(tree))
@@ -170,7 +166,6 @@ def can_draw_in_parts(rows: LogitRows) -> bool:
     return rows.request.wants_tokens_alone and not (needs_rows or is_sampled or rows.prompt_tokens)
 
 
-def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> list[int]:
-    """Return the tokens of a step whose requests ask for nothing but a draw at each row."""
-    tokens: list[int] = (sample(output.logits, draws) if output.tokens is None else output.tokens).tolist()
-    return tokens
+def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> Tensor:
+    """Return the tokens of a step whose requests ask for nothing but a draw at each row, on the target's device."""
+    return sample(output.logits, draws) if output.tokens is None else output.tokens

@@ -86,7 +86,7 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
         segments = [segment(min(nodes, num_rows - start)) for start in range(0, num_rows, nodes)]
         draws = [Draw(GREEDY, 0)] * num_rows
         while True:
-            yield lambda: tokens_of(runner.forward(segments), draws)
+            yield lambda: tokens_of(runner.forward(segments), draws).tolist()
 
     return measure_sizes(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), clock, needed=nodes)
 
@@ -108,7 +108,7 @@ def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[
         prefixes = [(number * longest + np.arange(length)) % num_slots for number in range(count)]
         segments = [Segment(zero, zero + length, zero + num_slots, prefix, None, zero, GREEDY) for prefix in prefixes]
         while True:
-            yield lambda: tokens_of(runner.forward(segments), draws)
+            yield lambda: tokens_of(runner.forward(segments), draws).tolist()
 
     def seconds(length: int) -> float:
         works = rounds(length)
