@@ -166,10 +166,8 @@ class GenerationService:
     ) -> AsyncGenerator[TextChunk, None]:
         """Return the chunks of all completions of a body's calls, as they come; closing it early cancels them.
 
-        The completions of all calls are numbered through.
-
         Args:
-            calls: what `prepare` returned.
+            calls: what `prepare` returned. Their completions are numbered through.
             operation: "chat" or "text_completion", as in the GenAI conventions.
             timeout_s: the client's own limit for each call.
             on_trailers: see `RequestContext`.
@@ -179,47 +177,32 @@ class GenerationService:
             EyasError: as `Dispatcher.stream`, and Unavailable when the router stops.
         """
         timeout_s = min(timeout_s or self._request_timeout_s, self._request_timeout_s)
-        slots, firsts = completion_slots(), accumulate((call.request.sampling.n for call in calls), initial=0)
-        streams = (
-            self._stream_call(call, first, operation, timeout_s, on_trailers, slots)
-            for call, first in zip(calls, firsts, strict=False)
-        )
-        return merge(streams, completion_slots(), self._has_ended)
+        call_slots, slots = (asyncio.Semaphore(MAX_CONCURRENT_COMPLETIONS) for _ in range(2))
 
-    async def _stream_call(
-        self,
-        call: GenerateCall,
-        first: int,
-        operation: str,
-        timeout_s: float,
-        on_trailers: TrailerCallback | None,
-        slots: asyncio.Semaphore,
-    ) -> AsyncGenerator[TextChunk, None]:
-        """Yield the chunks of a call's completions, which begin with the number `first`; see `stream`.
-
-        slots: one for each completion that runs, shared by the calls of one body.
-        """
-        context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, body=slots)
-        try:
+        async def stream_call(call: GenerateCall, first: int) -> AsyncGenerator[TextChunk, None]:
+            """Yield the chunks of one call, whose completions begin with the number `first`."""
+            context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, body=slots)
             with self._telemetry.request(call, operation) as traced:
-                call = traced.set_call(call)
-                if traced.texts is not None:
-                    traced.prompt_text = await asyncio.to_thread(
-                        self._tokenizers[call.model].decode, call.request.prompt_ids
-                    )
-                completions = self._completions(call, first, context)
-                chunks = next(completions) if call.request.sampling.n == 1 else merge(completions, slots)
                 try:
+                    call = traced.set_call(call)
+                    if traced.texts is not None:
+                        decode = self._tokenizers[call.model].decode
+                        traced.prompt_text = await asyncio.to_thread(decode, call.request.prompt_ids)
+                    completions = self._completions(call, first, context)
+                    chunks = next(completions) if call.request.sampling.n == 1 else merge(completions, slots)
                     async with aclosing(chunks):
                         async for chunk in chunks:
                             traced.add(chunk)
                             yield chunk
+                except TimeoutError as error:
+                    raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
                 except asyncio.CancelledError:
                     if self._has_ended.is_set():  # `merge` raises the same; telemetry counts this one
                         raise _stopping() from None
                     raise
-        except TimeoutError as error:
-            raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
+
+        firsts = accumulate((call.request.sampling.n for call in calls), initial=0)
+        return merge(map(stream_call, calls, firsts), call_slots, self._has_ended)
 
     def _completions(
         self, call: GenerateCall, first: int, context: RequestContext
@@ -274,11 +257,6 @@ async def _decode(chunks: AsyncGenerator[Chunk, None], decoder: TextDecoder) -> 
             yield decoder.add(received)
             if decoder.stopped:
                 return
-
-
-def completion_slots() -> asyncio.Semaphore:
-    """Return the slots of the completions of one body."""
-    return asyncio.Semaphore(MAX_CONCURRENT_COMPLETIONS)
 
 
 async def merge(

@@ -82,7 +82,8 @@ class GenerationEndpoints:
                     around = self._around(body, info, request, requested)
                     requested = await cancel_on_disconnect(request.receive, around)
             calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
-            chunks = self._chunks(received, request.state.access, calls)
+            rejection = self.service.record_rejection(received)
+            chunks = request.state.access.meter(self.service.stream(calls), calls, rejection)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
@@ -147,7 +148,8 @@ class GenerationEndpoints:
             info = await self._model(body.model, request)
             requested = [await self._chat_call(body, info, request)]
             calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
-            chunks = self._chunks(received, request.state.access, calls, "chat")
+            rejection = self.service.record_rejection(received, "chat")
+            chunks = request.state.access.meter(self.service.stream(calls, "chat"), calls, rejection)
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
@@ -252,17 +254,6 @@ class GenerationEndpoints:
                 prepared.append(await self.service.prepare(access.authorize(call), caller))
                 await asyncio.sleep(0)  # between the prompts of a long list, other requests have their turn
         return prepared
-
-    def _chunks(
-        self,
-        received: GenerateCall,
-        access: Access,
-        prepared: Sequence[GenerateCall],
-        operation: str = "text_completion",
-    ) -> AsyncGenerator[TextChunk, None]:
-        """Return the chunks of prepared calls within the quota; a chunk's index is that of its choice."""
-        chunks = self.service.stream(prepared, operation)
-        return access.meter(chunks, prepared, self.service.record_rejection(received, operation))
 
 
 def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Response:

@@ -130,10 +130,7 @@ class EventStream(Response):
 
     While none comes, a comment is sent every `keepalive_interval_s`, so that no proxy closes a silent connection.
 
-    Args:
-        writer: gave the events, and writes them.
-        first: the first event; None if there is none.
-        events: the others.
+    writer: of the events. first: None if there are none.
     """
 
     media_type = "text/event-stream"
