@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from eyas.api.request import GenerationStats
-from eyas.bench.offline import engine_contenders, load, with_levels
+from eyas.bench.offline import engine_contenders, load
 from eyas.bench.results import PLAIN, SPECULATIVE, first_difference
 from eyas.bench.settings import OfflineSettings, Prompt, load_prompts
 from eyas.config import EngineConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.drafters.draft_head import DraftHead
 from eyas.kernels.noise import exponential_noise
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
@@ -96,9 +95,7 @@ def compare(settings: OfflineSettings, modes: EngineConfig, progress: Progress) 
     Raises EyasError for models and prompts that cannot be used.
     """
     progress.show("loading models")
-    method = DraftHead(settings.draft_model, settings.method).method
-    settings = replace(settings, method=method, draft_budget="fixed")  # whole trees, whatever they cost
-    parts, settings = load(settings), with_levels(settings)
+    settings, parts = load(replace(settings, draft_budget="fixed"))  # whole trees, whatever they cost
     prompts = load_prompts(settings, parts.target.vocab_size)
     batch, replay = settings.batches[0], ReplayDrafter(parts.target.vocab_size)
     num_tokens = batch * (max(map(len, prompts)) + settings.max_tokens + settings.tree.num_draft_tokens)

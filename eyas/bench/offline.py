@@ -36,12 +36,11 @@ from eyas.bench.timing import (
     timed_stages,
 )
 from eyas.config import DraftingConfig, EngineConfig
-from eyas.config.drafting import NO_DRAFTS
 from eyas.device.placement import use_threads
 from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
-from eyas.models.checkpoint import resolve_placement
+from eyas.models.checkpoint import Checkpoint, resolve_placement
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
@@ -70,8 +69,7 @@ def measure(
     found: called with each comparison as soon as it is there, as what follows may be interrupted.
     """
     progress.show("loading models")
-    settings = replace(settings, method=DraftHead(settings.draft_model, settings.method).method)
-    parts, settings = load(settings), with_levels(settings)
+    settings, parts = load(settings)
     prompts = load_prompts(settings, parts.target.vocab_size)
     contenders = build_contenders(settings, parts, prompts)
     comparisons = list[SpeedComparison]()
@@ -92,28 +90,24 @@ def measure(
     return OfflineResults(torch.get_num_threads(), tuple(comparisons), tuple(verify), tuple(draft), first)
 
 
-def with_levels(settings: OfflineSettings) -> OfflineSettings:
-    """Return the settings with the levels of the method's trees, if they leave them open."""
-    return replace(settings, tree=DraftHead(settings.draft_model, settings.method).resolve_tree(settings.tree))
+def load(settings: OfflineSettings) -> tuple[OfflineSettings, BenchParts]:
+    """Load the target, and with a method its drafter; set torch's threads.
 
-
-def load(settings: OfflineSettings) -> BenchParts:
-    """Load the target, and with a method its drafter; set torch's threads. settings: with a method named.
-
-    Raises CheckpointError; ConfigError for an unknown method or device.
+    Returns the settings with what they leave open, method and levels of its trees, too. Raises CheckpointError;
+    ConfigError for an unknown method or device.
     """
-    target, draft = settings.model, settings.draft_model
+    target, head = Checkpoint(settings.model), DraftHead(settings.draft_model, settings.method)
     device, dtype = resolve_placement(settings.device, settings.dtype, target)
     use_threads(settings.threads, (device, dtype))
-    name = settings.method
-    if name == NO_DRAFTS:
-        return BenchParts(load_target(target, dtype, device), None, None)
-    head = DraftHead(draft, name)
+    resolved = replace(settings, method=head.method, tree=head.resolve_tree(settings.tree))
+    if not head.drafts:
+        return resolved, BenchParts(load_target(target, dtype, device), None, None)
     fuser = head.build_fuser(target, dtype, device)
     # graphs take seconds to capture: none for noise that no draw has, nor for more sessions than there will be
     drafting = DraftingConfig(shared_noise=any(settings.temperatures), cuda_graph_max_batch=max(settings.batches))
     drafter = head.build_drafter(target, dtype, device, settings.tree, drafting)
-    return BenchParts(load_target(target, dtype, device, fuser.aux_hidden_state_layers if fuser else ()), fuser, drafter)
+    layers = fuser.aux_hidden_state_layers if fuser else ()
+    return resolved, BenchParts(load_target(target, dtype, device, layers), fuser, drafter)
 
 
 def engine_contenders(settings: OfflineSettings, parts: BenchParts, config: EngineConfig) -> Contenders:

@@ -129,7 +129,7 @@ def test_warm_measurements_have_a_cached_prefix(tiny_target: str, tiny_head: str
     settings = OfflineSettings(
         tiny_target, tiny_head, method="eagle3", tree=TreeConfig(6, 2, 2), dtype="float32", device="cpu"
     )
-    contenders, prompt = build_caching_contenders(settings, load(settings)), random_prompt(48, 200, seed=0)
+    contenders, prompt = build_caching_contenders(*load(settings)), random_prompt(48, 200, seed=0)
     for contender in contenders.values():
         assert isinstance(contender, EngineContender)
         contender.run([prompt], SamplingParams(1, 0.0))
