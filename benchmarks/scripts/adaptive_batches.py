@@ -194,14 +194,16 @@ class Bench:
     def __init__(self, settings: Settings, file: Path, modules: Path) -> None:
         """Raises ConfigError, CheckpointError."""
         self._settings, self._modules = settings, modules
-        self._method = method = DraftHead(settings.draft_model).method
-        tasks = MethodsSettings(model=settings.model, methods=(MethodSpec(method),), prompts=file, num_prompts=10**6)
+        self._head = DraftHead(settings.draft_model)
+        tasks = MethodsSettings(
+            model=settings.model, methods=(MethodSpec(self._head.method),), prompts=file, num_prompts=10**6
+        )
         self._prompts = [task.token_ids for task in load_tasks(tasks)]
-        fuser = DraftHead(settings.draft_model, method).build_fuser(settings.model, "float32", "cpu")
+        fuser = self._head.build_fuser(settings.model, "float32", "cpu")
         assert fuser is not None
         self._fuser: FeatureFuser = fuser
         self._target: TargetModel = load_target(settings.model, "float32", "cpu", fuser.aux_hidden_state_layers)
-        self._tree = DraftHead(settings.draft_model, method).resolve_tree(TreeConfig())
+        self._tree = self._head.resolve_tree(TreeConfig())
         self._is_block = isinstance(self._drafter(), BlockDrafter)
 
     def rates(self, progress: Progress) -> list[Rate]:
@@ -275,8 +277,7 @@ class Bench:
         return assemble_engine(own, self._fuser, config, self._tree, drafter, clock=clock), clock
 
     def _drafter(self) -> NeuralDrafter[Any]:
-        head = DraftHead(self._settings.draft_model, self._method)
-        drafter = head.build_drafter(self._settings.model, "float32", "cpu", self._tree, DraftingConfig())
+        drafter = self._head.build_drafter(self._settings.model, "float32", "cpu", self._tree, DraftingConfig())
         assert isinstance(drafter, NeuralDrafter)
         return drafter
 

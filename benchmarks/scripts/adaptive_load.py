@@ -122,9 +122,10 @@ class Side:
         )
         if spec:
             place = f"{target.dtype}".removeprefix("torch."), "cpu"
-            tree = DraftHead(spec.draft_model, spec.name).resolve_tree(tree)
-            fuser = DraftHead(spec.draft_model, spec.name).build_fuser(settings.model, *place)
-            drafter = DraftHead(spec.draft_model, spec.name).build_drafter(settings.model, *place, tree, DraftingConfig())
+            head = DraftHead(spec.draft_model, spec.name)
+            tree = head.resolve_tree(tree)
+            fuser = head.build_fuser(settings.model, *place)
+            drafter = head.build_drafter(settings.model, *place, tree, DraftingConfig())
             if fuser:
                 target = load_target(settings.model, *place, fuser.aux_hidden_state_layers)
         self._engine: Engine = assemble_engine(target, fuser, config, tree, drafter, clock=self.clock)

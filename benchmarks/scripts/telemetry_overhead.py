@@ -99,9 +99,9 @@ def main(out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path
 
 def decode(batch: int, num_tokens: int) -> Steps:
     """Run this number of requests at once until they finish."""
-    target, head = str(MODELS / "target"), str(MODELS / "eagle3")
-    drafter = DraftHead(head, "eagle3").build_drafter(target, "float32", "cpu", TREE, DraftingConfig())
-    fuser = DraftHead(head, "eagle3").build_fuser(target, "float32", "cpu")
+    target, head = str(MODELS / "target"), DraftHead(str(MODELS / "eagle3"))
+    drafter = head.build_drafter(target, "float32", "cpu", TREE, DraftingConfig())
+    fuser = head.build_fuser(target, "float32", "cpu")
     config = EngineConfig(max_kv_tokens=16384, draft_budget="fixed")
     engine = assemble_engine(load_model(target, fuser, "float32", "cpu", config), fuser, config, TREE, drafter)
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, seed=0)

@@ -274,19 +274,20 @@ class VirtualSplit:
     """
 
     def __init__(self, settings: Settings, head: str, prompts: Sequence[Prompt]) -> None:
-        self.settings, self.head, self.name, self._prompts = settings, head, Path(head).name, prompts
-        self.method = DraftHead(head).method
-        fuser = DraftHead(head, self.method).build_fuser(settings.model, "float32", "cpu")
+        self.settings, self.name, self._prompts = settings, Path(head).name, prompts
+        self._head = DraftHead(head)
+        self.method = self._head.method
+        fuser = self._head.build_fuser(settings.model, "float32", "cpu")
         assert fuser is not None
         self._fuser: FeatureFuser = fuser
-        self._tree = DraftHead(head, self.method).resolve_tree(TreeConfig())
+        self._tree = self._head.resolve_tree(TreeConfig())
 
     def tree(self, name: str) -> TreeConfig:
         """Return the tree of a name such as 24:5, most nodes and levels."""
         if not name:
             return self._tree
         num_nodes, _, num_levels = name.partition(":")
-        tree = DraftHead(self.head, self.method).resolve_tree(TreeConfig(int(num_nodes), int(num_levels or 0)))
+        tree = self._head.resolve_tree(TreeConfig(int(num_nodes), int(num_levels or 0)))
         return replace(tree, num_steps=min(tree.num_steps, self._tree.num_steps)) if self.method in LAYERS else tree
 
     def trees(self, names: Sequence[str]) -> dict[str, TreeConfig]:
@@ -296,7 +297,7 @@ class VirtualSplit:
     def record(self, temperature: float, count: int) -> list[Recording]:
         """`count` requests, plainly decoded."""
         s, config = self.settings, DraftingConfig()
-        drafter = DraftHead(self.head, self.method).build_drafter(s.model, "float32", "cpu", self._tree, config)
+        drafter = self._head.build_drafter(s.model, "float32", "cpu", self._tree, config)
         recorder, num_tokens = Recorder(drafter.needs), s.max_tokens + s.max_levels + self._tree.num_steps + 4
         prompts = [self._prompts[index % len(self._prompts)] for index in range(count)]
         num_slots = sum(map(len, prompts)) + count * num_tokens
@@ -349,8 +350,8 @@ class VirtualSplit:
         assert isinstance(own, VirtualClock)
         mode: DraftAheadMode = "never" if cell.mode == "serial" else "auto" if cell.mode == "auto" else "always"
         config = DraftingConfig(draft_ahead=replace(s.ahead, mode=mode))
-        head, tree = DraftHead(self.head, self.method), self.tree(cell.tree)
-        drafter = head.build_drafter(s.model, "float32", "cpu", tree, config, has_idle_time=True)
+        tree = self.tree(cell.tree)
+        drafter = self._head.build_drafter(s.model, "float32", "cpu", tree, config, has_idle_time=True)
         inner = drafter.drafter if isinstance(drafter, DraftAheadDrafter) else drafter
         assert isinstance(inner, NeuralDrafter)
         inner.emulate(device)

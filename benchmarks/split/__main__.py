@@ -165,8 +165,8 @@ def split(
         device="cpu",
         threads=threads,
     )
-    name = DraftHead(draft_model, method).method
-    settings = replace(settings, methods=(MethodSpec(name),), tree=DraftHead(draft_model, name).resolve_tree(settings.tree))
+    head = DraftHead(draft_model, method)
+    settings = replace(settings, methods=(MethodSpec(head.method),), tree=head.resolve_tree(settings.tree))
     with progress() as shown:
         results, timelines = measure(settings, shown)
     page = Report.here("split", "eyas", "cpu", settings, results, results.tables()).publish(out)
