@@ -1,6 +1,7 @@
 """`make chart`: write the chart's schema, values table, dashboards and alerts, and the tables in docs.
 
-docs/configuration.md has the settings, docs/telemetry.md the metrics, docs/http.md the fields of requests.
+docs/configuration.md has the settings, docs/telemetry.md the metrics, docs/http.md the fields of requests,
+docs/drafters.md the table of methods.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 
 from deploy.schema import values_schema
 from deploy.settings_page import TRAINING, service_tables, train_tables
+from eyas.config.drafting import METHOD_FACTS
 from eyas.services.router.http.bodies.anthropic import MessagesBody
 from eyas.services.router.http.bodies.base import NEUTRAL, UnusedFields
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
@@ -29,6 +31,7 @@ CHART = DEPLOY / "helm"
 DASHBOARDS = DEPLOY / "dashboards"
 CONFIGURATION_PAGE = DEPLOY.parent / "docs" / "configuration.md"
 TELEMETRY_PAGE = DEPLOY.parent / "docs" / "telemetry.md"
+DRAFTERS_PAGE = DEPLOY.parent / "docs" / "drafters.md"
 HTTP_PAGE = DEPLOY.parent / "docs" / "http.md"
 # The bodies of the endpoints that generate, by their names in the table of fields.
 BODIES: Mapping[str, type[BaseModel]] = {
@@ -69,6 +72,7 @@ def generated() -> Mapping[Path, str]:
             CONFIGURATION_PAGE, f"\n{service_tables()}\n## Training\n\n{TRAINING}\n\n{train_tables()}\n"
         ),
         TELEMETRY_PAGE: _with_generated(TELEMETRY_PAGE, f"\n{metrics_tables()}\n"),
+        DRAFTERS_PAGE: _with_generated(DRAFTERS_PAGE, f"\n{methods_table()}\n"),
         HTTP_PAGE: _with_generated(HTTP_PAGE, f"\n{fields_table()}\n"),
     }
     sources = sorted([*DASHBOARDS.glob("*.json"), *DASHBOARDS.glob("alerts.yaml")])
@@ -79,6 +83,20 @@ def values_table() -> str:
     """Return the table of the settings in values.yaml, in their order."""
     lines = [f"| `{item.key}` | `{item.default}` | {item.meaning} |" for item in settings()]
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *lines, ""])
+
+
+def methods_table() -> str:
+    """Return the table of drafting methods: what each needs and does, and two of them together."""
+    heads = ("method", "needs", "features", "`rejection`", "shared noise", "CUDA graphs", "drafting ahead", "in A+B")
+    lines = [heads, ("---",) * len(heads)]
+    for name, facts in METHOD_FACTS.items():
+        has_model, needed = bool(facts.head), facts.head or facts.optional_head or "nothing"
+        graphs, paired = ("yes", "without a second head") if has_model else ("not needed", "yes")
+        does = ("features" in facts.needs, has_model, facts.has_probs)
+        words = ["yes" if each else "no" for each in (*does, facts.drafts_ahead)]
+        lines.append((f"`{name}`", needed, *words[:3], graphs, words[3], paired))
+    lines.append(("`A+B`", "one head at most", "as its parts", "no", *("as its parts",) * 3, "no"))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def fields_table() -> str:

@@ -149,7 +149,7 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     target = load_target(settings.model, settings.dtype, settings.device)
     build = partial(_contender, settings, target, max_kv_tokens)
     timed = {PLAIN: build()} | {spec.name: build(spec) for spec in settings.methods}
-    ranked = [spec for spec in settings.methods if find_method(spec.name).has_probs]
+    ranked = [spec for spec in settings.methods if find_method(spec.name).facts.has_probs]
     plain_ranking = {spec.name: build(spec, DraftingConfig(ranking_temperature=1)) for spec in ranked}
     noisy = ranked if max(settings.temperatures) > 0 else []
     unshared = {spec.name: build(spec, DraftingConfig(shared_noise=False)) for spec in noisy}

@@ -161,9 +161,9 @@ def _equality_table(report: EqualityReport) -> Table:
 
 def drafters() -> None:
     """List the drafting methods: what each needs, and what its `draft_model` is."""
-    from eyas.drafters.registry import METHODS
+    from eyas.config.drafting import METHOD_FACTS
 
     table = Table("method", "needs", "draft_model")
-    for name, method in METHODS.items():
-        table.add_row(name, ", ".join(method.needs) or "tokens alone", method.head or method.optional_head or "none")
+    for name, facts in METHOD_FACTS.items():
+        table.add_row(name, ", ".join(facts.needs) or "tokens alone", facts.head or facts.optional_head or "none")
     Console().print(table)

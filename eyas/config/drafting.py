@@ -13,28 +13,56 @@ TreeChoices = tuple[tuple[int, ...], ...]
 TreeShape = Literal["static", "dynamic"]
 DraftAheadMode = Literal["", "auto", "always", "never"]
 DraftQuantization = Literal["", "fp8"]
+# features: the target's, of committed positions. samples: the target's, at every node of the last tree.
+# prompt: one that resembles what follows it.
+Need = Literal["features", "samples", "prompt"]
 
 # The method of plain decoding.
 NO_DRAFTS = "none"
-# Every drafting method, with what must be named as `draft_model` for it, in words; empty if nothing.
-METHOD_HEADS: Mapping[str, str] = {
-    "eagle1": "a draft head of EAGLE-1",
-    "eagle2": "a draft head of EAGLE-1",
-    "eagle3": "a draft head of EAGLE-3",
-    "peagle": "a draft head of P-EAGLE",
-    "dspark": "a draft head of DSpark",
-    "dflash": "a draft head of DFlash",
-    "dflash2": "a draft head of DFlash2",
-    "medusa": "Medusa heads",
-    "hydra": "Hydra heads",
-    "sps": "a causal LM with the target's vocabulary",
-    "prompt_lookup": "",
-    "suffix": "",
-    "rest": "",
-    "lookahead": "",
+
+
+@dataclass(frozen=True)
+class MethodFacts:
+    """Facts about a drafting method that users and configurations have to know.
+
+    Attributes:
+        head: what must be named as `draft_model`, in words; empty if nothing.
+        optional_head: what may be named, if nothing must.
+        needs: what it takes besides committed tokens.
+        has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
+        drafts_ahead: whether a draft service grows its trees while the target verifies.
+    """
+
+    head: str = ""
+    optional_head: str = ""
+    needs: tuple[Need, ...] = ()
+    has_probs: bool = False
+    drafts_ahead: bool = False
+
+
+def _with_head(head: str, drafts_ahead: bool = False) -> MethodFacts:
+    return MethodFacts(head, needs=("features",), has_probs=True, drafts_ahead=drafts_ahead)
+
+
+# Every drafting method; `eyas.drafters.registry` has what builds it.
+METHOD_FACTS: Mapping[str, MethodFacts] = {
+    "eagle1": _with_head("a draft head of EAGLE-1"),
+    "eagle2": _with_head("a draft head of EAGLE-1", drafts_ahead=True),
+    "eagle3": _with_head("a draft head of EAGLE-3", drafts_ahead=True),
+    "peagle": _with_head("a draft head of P-EAGLE"),
+    "dspark": _with_head("a draft head of DSpark"),
+    "dflash": _with_head("a draft head of DFlash"),
+    "dflash2": _with_head("a draft head of DFlash2"),
+    "medusa": _with_head("Medusa heads"),
+    "hydra": _with_head("Hydra heads"),
+    "sps": MethodFacts("a causal LM with the target's vocabulary", has_probs=True),
+    "prompt_lookup": MethodFacts(needs=("prompt",)),
+    "suffix": MethodFacts(needs=("prompt",)),
+    "rest": MethodFacts(optional_head="a datastore, if methods.rest names none", has_probs=True),
+    "lookahead": MethodFacts(needs=("samples",)),
 }
 # Methods that look tokens up in the request and in earlier ones. They load nothing and take microseconds.
-LOOKUPS = frozenset({"prompt_lookup", "suffix", "lookahead"})
+LOOKUPS = frozenset(name for name, facts in METHOD_FACTS.items() if not (facts.head or facts.optional_head))
 
 # EAGLE's published static tree, `mc_sim_7b_63` in its code: 4, 8, 8, 3 and 2 nodes on five levels.
 MC_SIM_7B_63: TreeChoices = (
@@ -336,15 +364,15 @@ def split_method(name: str) -> list[str]:
     """
     sides = name.split("+")
     for side in sides:
-        if side not in METHOD_HEADS:
-            known = ", ".join(METHOD_HEADS)
+        if side not in METHOD_FACTS:
+            known = ", ".join(METHOD_FACTS)
             raise ConfigError(f"unknown drafter {side!r}; known: {known}, and two of them combined, such as A+B")
     if len(sides) > 2 or len(set(sides)) < len(sides):
         raise ConfigError(f"drafter {name!r} is no combination; name two different methods, such as eagle3+prompt_lookup")
-    if len(list(filter(None, map(METHOD_HEADS.__getitem__, sides)))) == 2:
+    if len([side for side in sides if METHOD_FACTS[side].head]) == 2:
         raise ConfigError(
             f"both drafters of {name!r} need a head, and a configuration names one; combine either with one that needs "
-            f"none: {', '.join(method for method, head in METHOD_HEADS.items() if not head)}"
+            f"none: {', '.join(method for method, facts in METHOD_FACTS.items() if not facts.head)}"
         )
     return sides
 
@@ -353,14 +381,14 @@ def check_method(name: str, draft_model: str) -> None:
     """Raise ConfigError for an unknown method, and for one whose head is not named. Empty and NO_DRAFTS pass."""
     if name in ("", NO_DRAFTS):
         return
-    needed = next(filter(None, map(METHOD_HEADS.__getitem__, split_method(name))), "")
+    needed = "".join(METHOD_FACTS[side].head for side in split_method(name))  # of two, one at most
     if needed and not draft_model:
         raise ConfigError(f"drafter {name!r} needs {needed}; none was named; set draft_model, or --draft-model")
 
 
 def check_quantization(name: str, quantization: DraftQuantization) -> None:
     """Raise ConfigError if `drafting.quantization` is set for a method without a head that can be served with 8 bits."""
-    able = [method for method, head in METHOD_HEADS.items() if head and method != "sps"]
+    able = [method for method, facts in METHOD_FACTS.items() if "features" in facts.needs]
     require(
         not quantization or bool(set(able) & set(name.split("+"))),
         f"drafting.quantization is {quantization}, and drafter {name!r} has no head for it; leave it empty, or take one of "

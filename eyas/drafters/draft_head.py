@@ -9,12 +9,12 @@ from dataclasses import replace
 from functools import cached_property
 
 from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
-from eyas.config.drafting import NO_DRAFTS, check_method, check_quantization
+from eyas.config.drafting import METHOD_FACTS, NO_DRAFTS, check_method, check_quantization
 from eyas.device.host import report_phase
 from eyas.device.memory import explain_out_of_memory
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.lookup.datastore import HEADER as DATASTORE_HEADER
-from eyas.drafters.registry import DEFAULT_NUM_STEPS, METHODS, DrafterParts, Method, find_method, with_levels
+from eyas.drafters.registry import DEFAULT_NUM_STEPS, DrafterParts, Method, find_method, with_levels
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import EMBEDDING_NAMES, WIRING_KEY, Checkpoint, CheckpointSource, explained, open_checkpoint
 from eyas.models.heads.block_config import find_kind
@@ -51,9 +51,8 @@ class DraftHead:
         if self._named or not self.path:
             return self._named or NO_DRAFTS
         if self.detected is None:
-            raise CheckpointError(
-                f"{self.path} does not show which drafting method it is for; name the method, one of {', '.join(METHODS)}"
-            )
+            reason = f"{self.path} does not show which drafting method it is for"
+            raise CheckpointError(f"{reason}; name the method, one of {', '.join(METHOD_FACTS)}")
         return self.detected
 
     @property
@@ -186,20 +185,20 @@ class DraftHead:
         method = find_method(self.method)
         try:
             with explained(f"cannot load {self.path or self.method!r}"):
-                if method.head:
+                if method.facts.head:
                     self._check_fits()
                 yield method
         except CheckpointError as error:
-            if not method.head or self.path not in str(error):
+            if not method.facts.head or self.path not in str(error):
                 raise
-            raise CheckpointError(f"{error} (method {self.method} needs {method.head})") from error
+            raise CheckpointError(f"{error} (method {self.method} needs {method.facts.head})") from error
 
     def _check_fits(self) -> None:
         """Raises CheckpointError for a head of another method than the one that was named."""
         found = self.detected
-        asked = next(side for side in self.method.split("+") if METHODS[side].head)
+        asked = next(side for side in self.method.split("+") if METHOD_FACTS[side].head)
         if found is not None and asked != found and {asked, found} != {"eagle1", "eagle2"}:
             raise CheckpointError(
-                f"{self.path} is for the method {found} ({METHODS[found].head or METHODS[found].optional_head}), "
-                f"not for {asked}, which needs {METHODS[asked].head}; set the method to {found}, or leave it out"
+                f"{self.path} is for the method {found} ({METHOD_FACTS[found].head or METHOD_FACTS[found].optional_head}), "
+                f"not for {asked}, which needs {METHOD_FACTS[asked].head}; set the method to {found}, or leave it out"
             )

@@ -1,19 +1,19 @@
 """The table of drafting methods, and what is built from it by name.
 
-A new method is one module and one entry in `_METHODS`; its name and its head's are in `eyas.config.drafting`.
+A new method is one module and one entry in `_BUILDERS`; what users have to know of it is in `METHOD_FACTS` of
+`eyas.config.drafting`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
 
 import torch
 
 from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfig
-from eyas.config.drafting import METHOD_HEADS, split_method
+from eyas.config.drafting import METHOD_FACTS, MethodFacts, split_method
 from eyas.config.file_values import get_setting
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.eagle import NUM_GROWN_SLOTS
@@ -41,10 +41,6 @@ from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
-
-# features: the target's, of committed positions. samples: the target's, at every node of the last tree.
-# prompt: one that resembles what follows it.
-Need = Literal["features", "samples", "prompt"]
 
 BLOCK_KINDS: tuple[BlockKind, ...] = ("dspark", "dflash", "dflash2")
 # Levels of a tree whose drafter runs one pass for each.
@@ -112,23 +108,17 @@ class Method:
 
     Attributes:
         build: makes the drafter.
-        head: what must be named as `draft_model`, in words; empty if nothing.
-        optional_head: what may be named, if nothing must.
-        needs: what it takes besides committed tokens, in words for `eyas drafters`.
+        facts: what users have to know.
         features: the target features that it is fed, if any.
         validate: compares the head's guesses with the target's, if that is possible; from (target, head, checkpoint of
             the target, dtype, device).
-        has_probs: whether it ranks by probabilities, to which the noise of the target's draws can be added.
         num_steps: levels of its trees if `tree.num_steps` names none, from the head and the tree's other sizes.
     """
 
     build: Callable[[DrafterParts], LocalDrafter]
-    head: str = ""
-    optional_head: str = ""
-    needs: tuple[Need, ...] = ()
+    facts: MethodFacts = field(default_factory=MethodFacts)
     features: TargetFeatures | None = None
     validate: Callable[[TargetModel, Checkpoint, Checkpoint, str, str], WiringReport] | None = None
-    has_probs: bool = False
     num_steps: Callable[[Checkpoint, TreeConfig], int] = lambda head, tree: DEFAULT_NUM_STEPS
 
 
@@ -188,66 +178,53 @@ def _final_fuser(head: Checkpoint, target: Checkpoint, dtype: str, device: str) 
 _FINAL = TargetFeatures(_final_fuser, fingerprint=lambda head: "final")
 _EAGLE2 = Method(
     partial(_build_dynamic_eagle, "eagle"),
-    needs=("features",),
     features=_FINAL,
     validate=partial(validate_head, kind="eagle"),
-    has_probs=True,
 )
 _MEDUSA = Method(
     partial(_build_multi_head, load_medusa),
-    needs=("features",),
     features=_FINAL,
-    has_probs=True,
 )
 
 _BLOCK = Method(
     partial(_build_block, "dspark"),
-    needs=("features",),
     features=TargetFeatures(load_block_fuser, head_fingerprint),
     validate=validate_block_head,
-    has_probs=True,
     num_steps=lambda head, tree: read_block_size(head),
 )
 
 # A level costs a lookup nothing: its trees may be chains.
 _LOOKUP = Method(
     lambda p: prompt_lookup(p.tree, p.methods.prompt_lookup),
-    needs=("prompt",),
     num_steps=lambda head, tree: max(tree.num_draft_tokens - 1, 1),
 )
 
-_METHODS: Mapping[str, Method] = {
+_BUILDERS: Mapping[str, Method] = {
     "eagle1": replace(_EAGLE2, build=_build_eagle1),
     "eagle2": _EAGLE2,
     "eagle3": Method(
         partial(_build_dynamic_eagle, "eagle3"),
-        needs=("features",),
         features=TargetFeatures(load_fuser, head_fingerprint),
         validate=validate_head,
-        has_probs=True,
     ),
     "peagle": Method(
         partial(_build_dynamic_eagle, "peagle"),
-        needs=("features",),
         features=TargetFeatures(partial(load_fuser, kind="peagle"), head_fingerprint),
         validate=partial(validate_head, kind="peagle"),
-        has_probs=True,
         num_steps=lambda head, tree: trained_depth(head.config),
     ),
     **{kind: replace(_BLOCK, build=partial(_build_block, kind)) for kind in BLOCK_KINDS},
     "medusa": _MEDUSA,
     "hydra": replace(_MEDUSA, build=partial(_build_multi_head, load_hydra)),
-    "sps": Method(_build_draft_model, has_probs=True),
+    "sps": Method(_build_draft_model),
     "prompt_lookup": _LOOKUP,
     "suffix": replace(_LOOKUP, build=lambda p: SuffixDrafter(p.tree, p.methods.suffix)),
-    "rest": replace(
-        _LOOKUP, build=_build_rest, optional_head="a datastore, if methods.rest names none", needs=(), has_probs=True
-    ),
-    "lookahead": replace(_LOOKUP, build=lambda p: LookaheadDrafter(p.tree, p.methods.lookahead), needs=("samples",)),
+    "rest": replace(_LOOKUP, build=_build_rest),
+    "lookahead": replace(_LOOKUP, build=lambda p: LookaheadDrafter(p.tree, p.methods.lookahead)),
 }
 
 
-METHODS: Mapping[str, Method] = {name: replace(_METHODS[name], head=head) for name, head in METHOD_HEADS.items()}
+METHODS: Mapping[str, Method] = {name: replace(method, facts=METHOD_FACTS[name]) for name, method in _BUILDERS.items()}
 
 
 def find_method(name: str) -> Method:
@@ -258,20 +235,19 @@ def find_method(name: str) -> Method:
 
 def _combine(sides: Sequence[Method]) -> Method:
     """Combine two methods at once; the head is for the one that needs one."""
-    with_head = [side for side in sides if side.head]
+    first = max(sides, key=lambda side: bool(side.facts.head))
+    needs = dict.fromkeys(need for side in sides for need in side.facts.needs)
     return replace(
-        with_head[0] if with_head else sides[0],
+        first,
         build=partial(_build_combined, sides),
-        optional_head="",
-        needs=tuple(dict.fromkeys(need for side in sides for need in side.needs)),
-        has_probs=any(side.has_probs for side in sides),
+        facts=MethodFacts(first.facts.head, needs=tuple(needs), has_probs=any(side.facts.has_probs for side in sides)),
         num_steps=lambda head, tree: max(side.num_steps(head, tree) for side in sides),
     )
 
 
 def _build_combined(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafter:
     without_head = replace(parts, head=Checkpoint(""))
-    first, second = (side.build(with_levels(side, parts if side.head else without_head)) for side in sides)
+    first, second = (side.build(with_levels(side, parts if side.facts.head else without_head)) for side in sides)
     deepest = max(sides, key=lambda side: side.num_steps(parts.head, parts.tree))
     tree = with_levels(deepest, parts).tree
     return CombinedDrafter(first, second, tree, parts.methods.combined, prepares=parts.has_idle_time)

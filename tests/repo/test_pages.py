@@ -149,26 +149,6 @@ def test_errors_that_troubleshooting_quotes_are_in_the_code() -> None:
     assert not [error for error, pattern in patterns.items() if not any(map(pattern.search, code_texts()))]
 
 
-def methods_table(page: Path) -> dict[str, dict[str, str]]:
-    """The rows of the table of methods on a page, by method, then by column."""
-    rows = [
-        [cell.strip(" `") for cell in line.strip("|").split("|")]
-        for line in page.read_text(encoding="utf-8").splitlines()
-        if re.match(r"\| (?:method|`[\w+]+`) \|", line)
-    ]
-    (head,) = (row for row in rows if row[0] == "method" and "shared noise" in row)
-    return {row[0]: dict(zip(head, row, strict=True)) for row in rows if len(row) == len(head) and row is not head}
-
-
-def test_the_table_of_methods_agrees_with_the_code() -> None:
-    page = methods_table(DOCS / "drafters.md")
-    assert page.keys() == METHODS.keys() | {"A+B"}
-    for method, row in page.items():
-        if method in METHODS:
-            assert row["features of the target"] == ("yes" if "features" in METHODS[method].needs else "no")
-            assert row["shared noise"] == ("yes" if METHODS[method].has_probs else "no")
-
-
 # Methods without a head for the demo model.
 WITHOUT_REPORT = {"dflash", "dflash2"}
 

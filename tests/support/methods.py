@@ -72,10 +72,14 @@ class Case:
             proposal_top_k=proposal_top_k,
             draft_ahead=DraftAheadConfig(6, 16, 7, mode="always") if ahead else DraftAheadConfig(),
         )
+        return DraftHead(self.folder, self.method).build_drafter(self.target, "float32", "cpu", tree, drafting, self.methods)
+
+    @property
+    def methods(self) -> MethodsConfig:
+        """Settings for small trees."""
         rest = RestConfig(str(self.datastore), min_ngram=1) if self.datastore else RestConfig()
-        suffix = SuffixConfig(min_ngram=1)
-        methods = MethodsConfig(rest=rest, suffix=suffix, lookahead=LookaheadConfig(window_size=2, ngram_size=3))
-        return DraftHead(self.folder, self.method).build_drafter(self.target, "float32", "cpu", tree, drafting, methods)
+        lookahead = LookaheadConfig(window_size=2, ngram_size=3)
+        return MethodsConfig(rest=rest, suffix=SuffixConfig(min_ngram=1), lookahead=lookahead)
 
     def fuser(self) -> FeatureFuser | None:
         return DraftHead(self.folder, self.method).build_fuser(self.target, "float32", "cpu")

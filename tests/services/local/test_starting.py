@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from eyas.api.request import GenerationStats
 from eyas.cli.main import app
 from eyas.config import ServedModel, load
-from eyas.config.drafting import LOOKUPS, METHOD_HEADS
+from eyas.config.drafting import LOOKUPS, METHOD_FACTS
 from eyas.config.router import RouterConfig
 from eyas.config.serving import DraftConfig, VerifierConfig
 from eyas.device.host import PHASE_PREFIX
@@ -85,9 +85,8 @@ def test_keys_of_a_router_are_looked_for_in_its_environment() -> None:
 
 
 def test_the_names_of_methods_are_those_that_are_built() -> None:
-    assert METHODS.keys() == METHOD_HEADS.keys()
-    needing = {name for name, method in METHODS.items() if method.head or method.features or method.optional_head}
-    assert METHODS.keys() - needing == LOOKUPS
+    assert METHODS.keys() == METHOD_FACTS.keys()
+    assert not [name for name in LOOKUPS if METHODS[name].features]
     with pytest.raises(ConfigError, match="each alias, needs a name of its own"):
         RouterConfig((ServedModel("a", TARGET, aliases=("b",)), ServedModel("b", TARGET)))
 
