@@ -21,7 +21,7 @@ from eyas.device.transfer import Ints
 from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
-from eyas.drafters.trees.growth import Expansion, LevelCosts
+from eyas.drafters.trees.growth import Expansion
 from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import Scorer, Scores
 from eyas.errors import ConfigError
@@ -88,7 +88,6 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         super().__init__(config, tree, None, torch.arange(model.vocab_size, device=model.device), sessions)
         self._model = model
         self._chunk_tokens = draft_model.max_prefill_tokens
-        self._level_costs = LevelCosts()
         num_heads, head_dim = model.heads_per_kv * model.kv_shapes[0][0], max(width for _, width in model.kv_shapes)
         sizes = HeadSizes(num_heads, min(heads for heads, _ in model.kv_shapes), head_dim)
         widths, batch = [tree.top_k] * (tree.num_steps - 1), config.cuda_graph_max_batch

@@ -35,7 +35,6 @@ from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
 from eyas.drafters.trees.growth import (
     Expansion,
     IndependentExpansion,
-    LevelCosts,
     StaticTree,
     ddtree_shape,
 )
@@ -98,7 +97,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         self.num_grown_slots, self.first_grown_slot = num_grown_slots, self._kv.scratch - num_grown_slots
         first = self.first_grown_slot - num_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
-        self._level_costs = LevelCosts() if c.kind != "peagle" else None
         slots = slots and replace(slots, first=first, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
         self._tree_slots = first + np.arange(num_slots).reshape(-1, rows_of_tree or 1) if compiled else None
@@ -251,10 +249,9 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         shape = self._shape(contexts, self._max_expanded)
         budgets = [within(context.budget, self.tree) for context in contexts]
         growth = LevelGrowth(self.draft_ids, words, scorer_kind(words) == "noised", budgets, shape)
-        pays = self._level_costs.rule([context.budget for context in contexts]) if self._level_costs else None
         rows = CompiledRows(self._prefix_slots(contexts), self._tree_slots, self._head.max_model_len)
         growth.add(self._head.raw_logits(states))
-        while growth.widths.any() and (pays is None or pays(growth)):
+        while growth.widths.any():
             sources, places = rows.add(growth)
             tokens = self.draft_ids.numpy()[growth.tokens[places]]
             states, logits = self._head.compiled.level(states, sources, tokens, rows.slots, rows.keys, self._kv)

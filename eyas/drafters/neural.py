@@ -29,9 +29,7 @@ from eyas.drafters.trees.cuda_graphs import ChainGraphs, ExtendGraphs, ExtendPas
 from eyas.drafters.trees.growth import (
     Candidates,
     Expansion,
-    LevelCosts,
     StaticTree,
-    TreeGrowth,
     chain_trees,
     draw_chains,
     grow_dynamic,
@@ -101,7 +99,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.graphs: TreeGraphs | None = None
         self.chain_graphs: ChainGraphs | None = None
         self._extend_graphs: ExtendGraphs | None = None
-        self._level_costs: LevelCosts | None = None  # of a drafter that runs a pass for each level
         self._path_masks: PathMasks | None = None
         name = config.emulated_device
         self.device = emulated_device(name, draft_ids.device) if name else None
@@ -174,8 +171,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def emulate(self, device: EmulatedDevice) -> None:
         """Have passes take the times of an emulated device from now on."""
         self.device = device
-        if self._level_costs:
-            self._level_costs = LevelCosts(device.clock)
 
     @property
     def busy_s(self) -> float:
@@ -293,8 +288,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
         scorer = self._masked(biased_scorer(scorer, contexts, self.draft_ids), contexts)
-        pays = self._level_costs.rule([context.budget for context in contexts]) if self._level_costs else None
-        candidates, rows = self._grow_candidates(self._roots(contexts, states, self._slots), scorer, shape, pays)
+        candidates, rows = self._grow_candidates(self._roots(contexts, states, self._slots), scorer, shape)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
@@ -316,16 +310,14 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
         return chain_trees(found.tolist(), contexts, self.tree.num_draft_tokens)
 
-    def _grow_candidates(
-        self, roots: Roots, scorer: Scorer, shape: TreeConfig, pays: Callable[[TreeGrowth], bool] | None = None
-    ) -> tuple[Candidates, Tensor | None]:
-        """Return candidates of at most `shape.num_steps` levels, and the output of `_rows_run`. pays: see `grow_dynamic`."""
+    def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> tuple[Candidates, Tensor | None]:
+        """Return candidates of at most `shape.num_steps` levels, and the output of `_rows_run`."""
         expansion = self._expand_on_device(roots, scorer, shape)
         masked = masked_expansion(expansion, scorer)
         if self._static_tree:
             candidates = grow_static(masked, self._static_tree, shape.num_steps)
         else:
-            candidates = grow_dynamic(masked, shape, pays)
+            candidates = grow_dynamic(masked, shape)
         return candidates, self._rows_run(_computing(expansion))
 
     def _masked(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:

@@ -311,7 +311,7 @@ class Engine:
             prefilling and self.budget.takes_prompts and self.draft_manager.takes_prompts
         ):
             return  # no request drafts
-        budgets = self.scheduler.tree_budgets(ready, sizes, self.budget.tokens_per_s)
+        budgets = self.scheduler.tree_budgets(ready, sizes)
         pairs = list(zip(ready, budgets, strict=True))
         ruled = [s for s, budget in pairs if not s.request.wants_tokens_alone and budget.wants_tree]
         known = {s.request.id: self._rules.known_biases(s.request, s.tokens) for s in ruled}

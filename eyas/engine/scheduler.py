@@ -177,22 +177,18 @@ class Scheduler:
                     finished.append(request.id)
         return Chunks(failed, partial(chunks_of, batch, outputs, emitted), finished)
 
-    def tree_budget(
-        self, sequence: Sequence, nodes: int = 0, depth: int = sys.maxsize, tokens_per_s: float = 0.0
-    ) -> TreeBudget:
+    def tree_budget(self, sequence: Sequence, nodes: int = 0, depth: int = sys.maxsize) -> TreeBudget:
         """Return the largest tree that a sequence can use in the next step, within `nodes` and `depth`; one node inside a
         prompt.
 
-        Args:
-            nodes: at most `max_tree_nodes`; 0 stands for these.
-            tokens_per_s: see TreeBudget.
+        nodes: at most `max_tree_nodes`; 0 stands for these.
         """
         depth = 0 if sequence.prefilling else min(self._tree.num_steps, sequence.num_remaining - 1, depth)
         nodes = nodes or self.max_tree_nodes
         most = min(nodes, sequence.request.num_draft_tokens or nodes)
-        return TreeBudget(most, depth, tokens_per_s) if depth > 0 and most > 1 else TreeBudget(1, 0)
+        return TreeBudget(most, depth) if depth > 0 and most > 1 else TreeBudget(1, 0)
 
-    def tree_budgets(self, sequences: Seq[Sequence], sizes: Mapping[str, TreeSize], tokens_per_s: float) -> list[TreeBudget]:
+    def tree_budgets(self, sequences: Seq[Sequence], sizes: Mapping[str, TreeSize]) -> list[TreeBudget]:
         """Return `tree_budget` of each sequence; sizes: nodes and depth by request id, those of a root for the others.
 
         Sequences that ask for nothing special and are far from their end have one budget, so it is made once.
@@ -202,7 +198,7 @@ class Scheduler:
             size, is_limited = sizes.get(sequence.request.id, NO_TREE), sequence.request.num_draft_tokens
             budget, num_remaining = usual.get(size), len(sequence.slots) - len(sequence.tokens)
             if budget is None or sequence.prefilling or is_limited or num_remaining <= budget.max_depth:
-                budget = self.tree_budget(sequence, *size, tokens_per_s)
+                budget = self.tree_budget(sequence, *size)
                 if not (sequence.prefilling or is_limited or budget.max_depth < min(size.depth, self._tree.num_steps)):
                     usual[size] = budget
             budgets.append(budget)

@@ -31,13 +31,10 @@ class TreeBudget(NamedTuple):
     """The largest tree that the verifier accepts.
 
     max_nodes: counts the root; 1 requests no tree.
-    tokens_per_s: this session's share of the tokens that the verifier's steps yield per second. A drafter with one pass for
-        each level need not grow levels that yield fewer tokens in their time. 0 asks for all levels.
     """
 
     max_nodes: int
     max_depth: int
-    tokens_per_s: float = 0.0
 
     @property
     def wants_tree(self) -> bool:

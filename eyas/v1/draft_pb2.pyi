@@ -161,7 +161,6 @@ class Commit(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     WANTS_SOURCES_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKENS_FIELD_NUMBER: _builtins.int
-    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     LOGIT_BIASES_FIELD_NUMBER: _builtins.int
     TENANT_KEY_FIELD_NUMBER: _builtins.int
     HAS_TREE_FIELD_NUMBER: _builtins.int
@@ -184,10 +183,6 @@ class Commit(_message.Message):
     allowed_tokens: _builtins.bytes
     """The tokens that may follow the root, where a grammar limits them: one bit per token id of the target's vocabulary, the
     lowest id in the lowest bit of the first byte. Empty if all may follow. Not longer than the vocabulary needs.
-    """
-    tokens_per_second: _builtins.float
-    """The session's share of the tokens that the verifier's steps yield per second. The drafter need not grow levels that yield
-    fewer tokens in their time. 0 asks for all levels.
     """
     tenant_key: _builtins.str
     """Sessions with equal keys may be drafted each other's outputs, all others must not. A digest of tenant and salt."""
@@ -233,14 +228,13 @@ class Commit(_message.Message):
         traceparent: _builtins.str = ...,
         wants_sources: _builtins.bool = ...,
         allowed_tokens: _builtins.bytes = ...,
-        tokens_per_second: _builtins.float = ...,
         logit_biases: _abc.Iterable[Global___KnownLogitBias] | None = ...,
         tenant_key: _builtins.str = ...,
         has_tree: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tokens", b"allowed_tokens", "epoch", b"epoch", "features", b"features", "has_tree", b"has_tree", "logit_biases", b"logit_biases", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tenant_key", b"tenant_key", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tokens", b"allowed_tokens", "epoch", b"epoch", "features", b"features", "has_tree", b"has_tree", "logit_biases", b"logit_biases", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tenant_key", b"tenant_key", "tokens", b"tokens", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -219,8 +219,6 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
             raise InvalidRequest(f"token {token} lies outside [0, {info.model.vocab_size})")
     if len(commit.allowed) not in (0, size := -(-info.model.vocab_size // 8)):
         raise InvalidRequest(f"allowed_tokens has {len(commit.allowed)} bytes; send none, or {size} for the vocabulary")
-    if not 0 <= commit.budget.tokens_per_s < math.inf:
-        raise InvalidRequest(f"tokens_per_second is {commit.budget.tokens_per_s}; it must be a number from 0")
     for bias in commit.logit_biases:
         if math.isnan(bias.bias) or bias.bias == math.inf:
             raise InvalidRequest(f"the bias of token {bias.token} is {bias.bias}; it must be a number, or minus infinity")

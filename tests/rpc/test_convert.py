@@ -72,7 +72,7 @@ requests = st.builds(
 infos = st.builds(ModelInfo, names, names, counts, counts, names, names)
 tensors = st.builds(TensorBytes, names, ids, st.binary(max_size=16))
 noises = st.builds(NoiseKey, seeds, floats, counts, floats, floats)
-budgets = st.builds(TreeBudget, counts, counts, st.floats(0, 1e9))
+budgets = st.builds(TreeBudget, counts, counts)
 biases = st.builds(KnownLogitBias, counts, float32s, counts)
 proposals = st.sampled_from(["deterministic", "sampled"])
 commits = st.builds(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,11 +59,6 @@ class LevelGrowth:
             self.frontiers, self._counts, self._scores, self.tokens, self.parents,
         )  # fmt: skip
         self.num_levels += 1
-
-    def reach(self) -> list[float]:
-        """See TreeGrowth."""
-        spans, top_k = zip(self._scores, self.firsts.tolist(), self._counts.tolist(), strict=True), self.frontiers.shape[1]
-        return [math.fsum(map(math.exp, sorted(own[first:end].tolist())[-top_k:])) for own, first, end in spans]
 
     def trees(self, roots: Sequence[int]) -> DraftTrees:
         """Return the trees below the roots, the target's ids."""

@@ -15,7 +15,6 @@ K nodes of all sessions together.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -181,14 +180,6 @@ class TreeGrowth:
         grown.step()
         return grown
 
-    def reach(self) -> list[float]:
-        """Return, for each session, the chance that the accepted path reaches the last level's best nodes. Waits for the
-        device.
-        """
-        # Scores are log-probabilities of paths: their sum over the frontier is the chance to reach it.
-        chances: list[float] = rank(self._scores[-1], self._top_k).scores.exp().sum(1).tolist()
-        return chances
-
     @property
     def candidates(self) -> Candidates:
         """Return what is recorded so far."""
@@ -196,65 +187,12 @@ class TreeGrowth:
         return Candidates(tokens, parents, scores, tuple(self._ends))
 
 
-def grow_dynamic(expansion: Expansion, shape: TreeConfig, pays: Callable[[TreeGrowth], bool] | None = None) -> Candidates:
-    """Expand the `top_k` best nodes of each level, `num_steps` levels deep, and record `top_k` children of each.
-
-    pays: whether another level is worth its time; all levels are, if it is None.
-    """
+def grow_dynamic(expansion: Expansion, shape: TreeConfig) -> Candidates:
+    """Expand the `top_k` best nodes of each level, `num_steps` levels deep, and record `top_k` children of each."""
     growth = TreeGrowth(expansion, shape.top_k, shape.top_k)
-    while growth.num_levels < shape.num_steps and (pays is None or pays(growth)):
+    while growth.num_levels < shape.num_steps:
         growth.step()
     return growth.candidates
-
-
-class Growing(Protocol):
-    """Trees that grow level by level."""
-
-    def reach(self) -> list[float]:
-        """Return, for each session, the chance that the accepted path reaches the last level's best nodes."""
-        ...
-
-
-class LevelCosts:
-    """Seconds of a level by number of sessions, measured while trees grow; and whether one more level pays.
-
-    Scores say how likely the accepted path reaches a level. The next level is expected to lose as large a share of that as
-    the last one did, and to yield what is left in tokens. It pays if the verifier yields fewer tokens in a level's time.
-    Each stop lowers the estimate a little: it must not rest on measurements of long ago.
-    """
-
-    RATE = 0.1  # weight of a new measurement
-    MAX_SURPRISE = 3.0  # a measurement counts as this multiple of the estimate at most
-    DECAY = 0.99  # of the estimate at a stop
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._seconds: dict[int, float] = {}
-
-    def rule(self, budgets: Sequence[TreeBudget]) -> Callable[[Growing], bool] | None:
-        """Return the rule for `grow_dynamic`, in one round of sessions; None if one of them wants all levels."""
-        if not all(budget.tokens_per_s for budget in budgets):
-            return None
-        tokens_per_s, before, began = math.fsum(b.tokens_per_s for b in budgets), [1.0] * len(budgets), 0.0
-
-        def pays(growth: Growing) -> bool:
-            nonlocal before, began
-            above, before, now = before, growth.reach(), self._clock()
-            if began:
-                self._observe(len(budgets), now - began)
-            began = now
-            # With the last level the chance fell from `there` to `here`; by the same share again it is here^2 / there.
-            gain = math.fsum(here * here / max(there, here) for there, here in zip(above, before, strict=True) if here)
-            is_worth = gain >= tokens_per_s * self._seconds.get(len(budgets), 0.0)
-            if not is_worth:
-                self._seconds[len(budgets)] *= self.DECAY
-            return is_worth
-
-        return pays
-
-    def _observe(self, num_sessions: int, seconds: float) -> None:
-        known = self._seconds.get(num_sessions, seconds)
-        self._seconds[num_sessions] = known + self.RATE * (min(seconds, self.MAX_SURPRISE * known) - known)
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ class AdaptiveDraftBudget:
     EXPLORE_STEPS, UNKNOWN_STEPS = 32, 4  # from some of the largest trees to the next; while none was as large as it may be
     MAX_LATE = 0.25  # share of sequences that the drafter catches up with, in steps whose wait is learned from
     NUM_FIRST, PLAIN_STEPS = 6, 4  # steps to learn from: the first ones, and every fourth without trees
-    RATE = 0.1  # weight of a step in tokens_per_s, and in the seconds besides pass and draft
+    RATE = 0.1  # weight of a step in the seconds besides pass and draft
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class AdaptiveDraftBudget:
         is_apart: bool = False,
         context_token_s: float = 0.0,
     ) -> None:
-        self.num_nodes, self.tokens_per_s, self.is_on = 1, 0.0, False
+        self.num_nodes, self.is_on = 1, False
         self._tree, self._verify, self._draft, self._is_apart = tree, verify, draft, is_apart
         self._survival, self._recent, self._choice = SurvivalModel(), RecentTrees(), Choice()
         self._context_token_s, self._other_s = context_token_s, 0.0
@@ -217,17 +217,14 @@ class AdaptiveDraftBudget:
         expected_s = float(self._draft.at(len(requested), *max(requested)))
         if self._is_usual and min(requested) == max(requested):
             self._draft.observe(len(requested), max(requested), times.wait)
-        num_tokens = self._observe_trees(batch, outputs)
-        if is_decoding:
-            speed = num_tokens / max(times.wait + times.verify + self._other_s, 1e-9) / len(requested)
-            self.tokens_per_s += self.RATE * (speed - self.tokens_per_s) if self.tokens_per_s else speed
+        self._observe_trees(batch, outputs)
         most_s = expected_s or np.inf  # a longer wait shows a pause of the machine, or catches up with what drafts later
         most_s *= 1.0 if self.is_on and not self._is_usual else np.inf if self._is_apart else CostModel.MAX_SURPRISE
         self._account(batch, outputs, min(times.wait, most_s))
 
-    def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: StepOutputs) -> int:
-        """Learn from the nodes of a step's trees. Returns the tokens that their sequences have got."""
-        trees, paths, num_tokens = list[DraftTree](), list[list[int]](), 0
+    def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: StepOutputs) -> None:
+        """Learn from the nodes of a step's trees."""
+        trees, paths = list[DraftTree](), list[list[int]]()
         drafted, self._drafted = self._drafted, {}
         nodes, ends = outputs.nodes.tolist(), outputs.ends.tolist()
         for scheduled, start, end in zip(batch, [0, *ends[:-1]], ends, strict=True):
@@ -237,7 +234,6 @@ class AdaptiveDraftBudget:
                 continue
             trees.append(tree)
             paths.append(nodes[start:end])
-            num_tokens += end - start
             whole = drafted.get(id(tree), tree if tree.sampled or not drafted else None)
             most_levels = len(scheduled.sequence.slots) - scheduled.first - 2  # as the last of the tokens is no drafted one
             if size == self._full and whole and most_levels >= size.depth:
@@ -245,7 +241,6 @@ class AdaptiveDraftBudget:
         self._num_drafted += 1
         self._prunes = bool(drafted) or not [tree for tree in trees if tree.num_drafted]
         self._survival.observe(trees, paths)
-        return num_tokens
 
     def _account(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, wait_s: float) -> None:
         """Add what a step's trees have gained, in plain steps, and stop drafting, or pause after a try, by the sum.

@@ -58,11 +58,9 @@ class DraftBudget(Protocol):
 
     Attributes:
         num_nodes: most nodes of the trees chosen last, the root included; 1 only if no request drafts.
-        tokens_per_s: see TreeBudget.
     """
 
     num_nodes: int
-    tokens_per_s: float
 
     @property
     def takes_prompts(self) -> bool:
@@ -91,7 +89,7 @@ class DraftBudget(Protocol):
 class FixedDraftBudget:
     """Budget that always allows the largest trees."""
 
-    num_nodes, tokens_per_s, takes_prompts = 1, 0.0, True
+    num_nodes, takes_prompts = 1, True
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
         self.num_nodes = most

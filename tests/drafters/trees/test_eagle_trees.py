@@ -1,6 +1,5 @@
 """Trees of the EAGLE-3 drafter equal those of the obvious implementation, node by node, ties included."""
 
-import itertools
 import math
 from pathlib import Path
 from typing import Literal
@@ -15,7 +14,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import MAX_COMPILED_SESSIONS, EagleDrafter
 from eyas.drafters.trees.calibration import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
-from eyas.drafters.trees.growth import Candidates, LevelCosts, grow_dynamic, select_nodes, trees_from_columns
+from eyas.drafters.trees.growth import Candidates, grow_dynamic, select_nodes, trees_from_columns
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_head
 from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
@@ -83,12 +82,10 @@ def test_kernels_grow_the_trees_of_the_plain_path(
     for compiled in (True, False):
         monkeypatch.setattr("eyas.drafters.eagle.runs_compiled", lambda device, found=compiled: found)
         drafter = EagleDrafter(head, SHAPE, DraftingConfig(ranking_temperature=0.8))
-        for base, end, speed in ((0, 1, 0.0), (1, 16, 0.0), (16, 18, 0.0), (18, 24, 1e-9)):
+        for base, end in ((0, 1), (1, 16), (16, 18), (18, 24)):
             drafts += drafter.propose(
                 [
-                    commit(
-                        f"{i}", tokens, features, base, end, NOISES[i // 2 % 2], budgets[i % 5]._replace(tokens_per_s=speed)
-                    )
+                    commit(f"{i}", tokens, features, base, end, NOISES[i // 2 % 2], budgets[i % 5])
                     for i, (tokens, features) in enumerate(sessions)
                 ]
             )
@@ -297,39 +294,3 @@ def test_the_ranking_temperature_follows_what_is_accepted() -> None:
 def test_the_ranking_temperature_stays_within_bounds() -> None:
     for claimed, right, bound in ((1.0, 10**9, RANKING_TEMPERATURES[1]), (1e-9, 1, RANKING_TEMPERATURES[0])):
         assert rated(Ranking(DraftingConfig()), 12 * NUM_VISITS, claimed, right) == bound
-
-
-class Halving:
-    """Children with probabilities 1/2, 1/4, 1/8, 1/8: of two nodes a level, 3/4 reach the first one, 3/8 the second."""
-
-    def first(self) -> torch.Tensor:
-        return torch.tensor([[[0.5, 0.25, 0.125, 0.125]]]).log()
-
-    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        return self.first().expand(len(tokens), tokens.shape[1], -1)
-
-
-def levels(costs: LevelCosts, *tokens_per_s: float) -> int:
-    rule = costs.rule([TreeBudget(8, 4, rate) for rate in tokens_per_s])
-    return len(grow_dynamic(Halving(), TreeConfig(8, 4, 2), rule).ends)
-
-
-def seconds_of(*marks: float) -> LevelCosts:
-    """Costs whose clock shows these times in turn, then goes on in steps of a second."""
-    times = itertools.chain(marks, itertools.count(max(marks, default=0) + 1))
-    return LevelCosts(lambda: float(next(times)))
-
-
-def test_a_level_that_yields_less_than_its_time_is_not_grown() -> None:
-    costs = seconds_of()
-    assert levels(costs, 9.0) == 2, "a first level is grown to measure it"
-    assert [levels(costs, rate) for rate in (0.58, 0.5, 0.1, 0.0)] == [1, 2, 3, 4]
-    assert levels(seconds_of(), 0.0, 9.0) == 4, "one session wants all levels"
-
-
-def test_a_pause_of_the_machine_does_not_end_all_growth() -> None:
-    costs = seconds_of(1, 2, 1000)
-    assert levels(costs, 0.01) == 4
-    grown = [levels(costs, 0.5) for _ in range(60)]
-    assert grown[0] == 1
-    assert grown[-1] == 2
