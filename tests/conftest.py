@@ -1,7 +1,9 @@
-"""Settings of every test run: one torch thread, fixed hypothesis examples, default Ctrl-C; and models that tests share."""
+"""Settings of every test run: one torch thread, fixed hypothesis examples, event loops; and models that tests share."""
 
+import asyncio
 import gc
 import importlib.util
+import inspect
 import os
 import signal
 import sys
@@ -118,6 +120,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((n for n, start in enumerate(LONGEST) if item.nodeid.startswith(start)), len(LONGEST))
 
     items.sort(key=rank)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in arguments}))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,5 @@
 """`eyas bench serve`: what it sends, what it counts, and what it says of servers that do not answer."""
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -68,10 +67,10 @@ def test_a_rate_has_no_limit_of_its_own() -> None:
     assert (settings(request_rate=1.0, concurrency=3).limit, settings(concurrency=0).limit) == (3, 0)
 
 
-def test_the_wait_for_a_slot_counts_with_a_rate() -> None:
+async def test_the_wait_for_a_slot_counts_with_a_rate() -> None:
     with openai_server(wait_s=0.05) as server:
         load = ServeSettings(url=server.url, num_prompts=5, request_rate=1e6, concurrency=1)
-        results = asyncio.run(run_load(load, "", lambda times: None))
+        results = await run_load(load, "", lambda times: None)
     assert results.latencies["ttft"].by_percent[99] > 150
 
 

@@ -191,15 +191,15 @@ def test_a_step_that_fails_fails_its_requests_and_no_later_one(
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_an_engine_that_cannot_recover_ends_its_owner(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
+async def test_an_engine_that_cannot_recover_ends_its_owner(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
+    async def own() -> None:
         async with AsyncEngine(engine_of(target, failures=1000)) as loop:
             chunks = await collect(loop, request_of("unlucky"))
             assert chunks[-1].finish_reason == "error"
             await asyncio.sleep(60)
 
     with pytest.raises(RequestFailed, match="engine broke"):
-        asyncio.run(body())
+        await own()
     assert "the engine is broken" in caplog.text
 
 

@@ -105,14 +105,11 @@ async def status(stub: GenerationAsyncStub, request: GenerateRequest = REQUEST) 
         (GenerateChunk(finish=Finish(reason="cancelled")), "an end that this router did not ask for"),
     ],
 )
-def test_a_chunk_that_ends_nothing_is_a_failure_of_the_verifier(chunk: GenerateChunk, fault: str) -> None:
-    async def body() -> None:
-        async with router([chunk.SerializeToString()]) as stub:
-            code, details = await status(stub, generate_call_to_proto(call_with(max_tokens=16)))
-            assert code is grpc.StatusCode.UNAVAILABLE, details
-            assert details.endswith(f"an invalid chunk: {fault}")
-
-    asyncio.run(body())
+async def test_a_chunk_that_ends_nothing_is_a_failure_of_the_verifier(chunk: GenerateChunk, fault: str) -> None:
+    async with router([chunk.SerializeToString()]) as stub:
+        code, details = await status(stub, generate_call_to_proto(call_with(max_tokens=16)))
+        assert code is grpc.StatusCode.UNAVAILABLE, details
+        assert details.endswith(f"an invalid chunk: {fault}")
 
 
 def test_malformed_chunks_are_a_failure_of_the_verifier(caplog: pytest.LogCaptureFixture) -> None:

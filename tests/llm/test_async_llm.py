@@ -48,60 +48,44 @@ def test_concurrent_requests_equal_generate(engine: AsyncLLMEngine, plain_llm: L
             assert (one.token_ids, one.text, one.stop_reason) == (other.token_ids, other.text, other.stop_reason)
 
 
-def test_deltas_join_to_the_cumulative_output(engine: AsyncLLMEngine) -> None:
-    async def body() -> None:
-        pieces = [one async for one in engine.generate(PROMPTS[0], GREEDY, output_kind="delta")]
-        final = [one async for one in engine.generate(PROMPTS[0], GREEDY, output_kind="final_only")]
-        assert len(pieces) > 1 == len(final)
-        assert "".join(one.outputs[0].text for one in pieces) == final[0].outputs[0].text
-        assert [token for one in pieces for token in one.outputs[0].token_ids] == final[0].outputs[0].token_ids
-        assert (await last(engine.generate(PROMPTS[0], GREEDY))).outputs[0].text == final[0].outputs[0].text
-
-    asyncio.run(body())
+async def test_deltas_join_to_the_cumulative_output(engine: AsyncLLMEngine) -> None:
+    pieces = [one async for one in engine.generate(PROMPTS[0], GREEDY, output_kind="delta")]
+    final = [one async for one in engine.generate(PROMPTS[0], GREEDY, output_kind="final_only")]
+    assert len(pieces) > 1 == len(final)
+    assert "".join(one.outputs[0].text for one in pieces) == final[0].outputs[0].text
+    assert [token for one in pieces for token in one.outputs[0].token_ids] == final[0].outputs[0].token_ids
+    assert (await last(engine.generate(PROMPTS[0], GREEDY))).outputs[0].text == final[0].outputs[0].text
 
 
-def test_an_aborted_request_ends_and_others_go_on(engine: AsyncLLMEngine, plain_llm: LLM) -> None:
-    async def body() -> None:
-        other = asyncio.create_task(last(engine.generate(PROMPTS[0], GREEDY)))
-        outputs = []
-        async for output in engine.generate(PROMPTS[1], ENDLESS, "endless"):
-            outputs.append(output)
-            if len(outputs) == 2:
-                await engine.abort("endless")
-                await engine.abort("unknown")
-        assert (outputs[-1].finished, outputs[-1].outputs[0].finish_reason) == (True, "cancelled")
-        assert (await other).outputs[0].text == plain_llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
-
-    asyncio.run(body())
+async def test_an_aborted_request_ends_and_others_go_on(engine: AsyncLLMEngine, plain_llm: LLM) -> None:
+    other = asyncio.create_task(last(engine.generate(PROMPTS[0], GREEDY)))
+    outputs = []
+    async for output in engine.generate(PROMPTS[1], ENDLESS, "endless"):
+        outputs.append(output)
+        if len(outputs) == 2:
+            await engine.abort("endless")
+            await engine.abort("unknown")
+    assert (outputs[-1].finished, outputs[-1].outputs[0].finish_reason) == (True, "cancelled")
+    assert (await other).outputs[0].text == plain_llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
 
 
-def test_a_generator_left_early_cancels_its_request(engine: AsyncLLMEngine) -> None:
-    async def body() -> None:
-        generator = engine.generate(PROMPTS[0], ENDLESS, "left")
-        await anext(generator)
-        with pytest.raises(InvalidRequest, match="request_id 'left' is running already"):
-            await anext(engine.generate(PROMPTS[0], GREEDY, "left"))
-        await generator.aclose()
-        await last(engine.generate(PROMPTS[0], GREEDY, "left"))
-
-    asyncio.run(body())
+async def test_a_generator_left_early_cancels_its_request(engine: AsyncLLMEngine) -> None:
+    generator = engine.generate(PROMPTS[0], ENDLESS, "left")
+    await anext(generator)
+    with pytest.raises(InvalidRequest, match="request_id 'left' is running already"):
+        await anext(engine.generate(PROMPTS[0], GREEDY, "left"))
+    await generator.aclose()
+    await last(engine.generate(PROMPTS[0], GREEDY, "left"))
 
 
-def test_a_bad_request_is_refused_and_others_go_on(engine: AsyncLLMEngine) -> None:
-    async def body() -> None:
-        with pytest.raises(InvalidRequest, match="the prompt is empty"):
-            await anext(engine.generate("", GREEDY))
-        assert (await last(engine.generate(PROMPTS[0], GREEDY))).finished
-
-    asyncio.run(body())
+async def test_a_bad_request_is_refused_and_others_go_on(engine: AsyncLLMEngine) -> None:
+    with pytest.raises(InvalidRequest, match="the prompt is empty"):
+        await anext(engine.generate("", GREEDY))
+    assert (await last(engine.generate(PROMPTS[0], GREEDY))).finished
 
 
-def test_chat_streams_the_next_message(engine: AsyncLLMEngine, plain_llm: LLM) -> None:
+async def test_chat_streams_the_next_message(engine: AsyncLLMEngine, plain_llm: LLM) -> None:
     messages = [{"role": "user", "content": "def main():"}]
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
-
-    async def body() -> RequestOutput:
-        return await last(engine.chat(messages, GREEDY, chat_template=template))
-
     expected = plain_llm.chat(messages, GREEDY, chat_template=template)[0]
-    assert asyncio.run(body()).outputs[0].text == expected.outputs[0].text
+    assert (await last(engine.chat(messages, GREEDY, chat_template=template))).outputs[0].text == expected.outputs[0].text

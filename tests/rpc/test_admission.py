@@ -1,7 +1,7 @@
 """What a caller may hold before its request is known to be good: nothing without a key, and a bounded part with one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -65,14 +65,6 @@ async def guarded(
         await server.stop(0)
 
 
-def with_server(body: Callable[[grpc.aio.Channel, MemoryBudget], Awaitable[None]], **server: Any) -> None:
-    async def run() -> None:
-        async with guarded(**server) as (channel, memory):
-            await body(channel, memory)
-
-    asyncio.run(run())
-
-
 async def status(call: Any) -> tuple[grpc.StatusCode, str]:
     """Return how a call ends."""
     return await call.code(), await call.details()
@@ -87,8 +79,8 @@ def call(channel: grpc.aio.Channel, message: GenerateRequest, name: str = "one")
     return GenerationStub(channel).Generate(message, metadata=key(name), timeout=20)
 
 
-def test_a_call_without_a_key_ends_before_its_message() -> None:
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+async def test_a_call_without_a_key_ends_before_its_message() -> None:
+    async with guarded() as (channel, _):
         for metadata in (None, key("three")):
             code, details = await status(silent(channel, metadata))
             assert (code, details[:16]) == (grpc.StatusCode.UNAUTHENTICATED, "no known API key")
@@ -96,44 +88,34 @@ def test_a_call_without_a_key_ends_before_its_message() -> None:
         assert code is grpc.StatusCode.UNAUTHENTICATED
         assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
 
-    with_server(body)
 
-
-def test_a_known_key_gets_its_stream() -> None:
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+async def test_a_known_key_gets_its_stream() -> None:
+    async with guarded() as (channel, memory):
         chunks = [chunk async for chunk in call(channel, generate_call_to_proto(CALL))]
         assert [token for chunk in chunks for token in chunk.token_ids] == list(REST)
         await until(lambda: not memory.num_held)
 
-    with_server(body)
 
-
-def test_a_message_that_does_not_arrive_ends_its_call() -> None:
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+async def test_a_message_that_does_not_arrive_ends_its_call() -> None:
+    async with guarded(limits=replace(LIMITS, body_timeout_s=0.1)) as (channel, _):
         code, details = await status(silent(channel, key("one")))
         assert (code, "the request message did not arrive within" in details) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
 
-    with_server(body, limits=replace(LIMITS, body_timeout_s=0.1))
 
-
-def test_a_call_that_ends_without_a_message_is_invalid() -> None:
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+async def test_a_call_that_ends_without_a_message_is_invalid() -> None:
+    async with guarded() as (channel, _):
         ended = silent(channel, key("one"))
         await ended.done_writing()
         assert (await status(ended))[0] is grpc.StatusCode.INVALID_ARGUMENT
 
-    with_server(body)
 
-
-def test_silent_calls_of_one_key_leave_room_for_another() -> None:
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+async def test_silent_calls_of_one_key_leave_room_for_another() -> None:
+    async with guarded(limits=replace(LIMITS, max_pending_bytes=2**23, header_timeout_s=1.0)) as (channel, _):
         calls = [silent(channel, key("one")) for _ in range(20)]
         probes = [silent(channel, method="/grpc.health.v1.Health/Check") for _ in range(20)]
         assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL), "two")]
         for each in (*calls, *probes):
             each.cancel()
-
-    with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23, header_timeout_s=1.0))
 
 
 def test_made_up_keys_do_not_make_other_callers() -> None:
@@ -163,10 +145,9 @@ def test_a_peer_is_known_by_its_address_or_network(peer: str, address: str) -> N
     assert address_of(peer) == address
 
 
-def test_one_key_cannot_hold_the_whole_memory_budget() -> None:
+async def test_one_key_cannot_hold_the_whole_memory_budget() -> None:
     script = Script(TOKENS, gate=asyncio.Event())
-
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+    async with guarded(script=script, limits=replace(LIMITS, max_pending_bytes=2**23)) as (channel, memory):
         message = generate_call_to_proto(CALL)
         message.session_id = "s" * 900_000
         calls = [call(channel, message, "one") for _ in range(4)]
@@ -181,13 +162,11 @@ def test_one_key_cannot_hold_the_whole_memory_budget() -> None:
             assert [chunk async for chunk in each]
         await until(lambda: not memory.num_held)
 
-    with_server(body, script=script, limits=replace(LIMITS, max_pending_bytes=2**23))
 
-
-def test_half_sent_messages_make_room_for_calls_that_wait() -> None:
+async def test_half_sent_messages_make_room_for_calls_that_wait() -> None:
     """Keys of one address hold their shares. One more call of it waits for a short time only."""
-
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+    limits = replace(LIMITS, max_pending_bytes=2**23, body_timeout_s=60.0, header_timeout_s=1.0)
+    async with guarded(limits=limits) as (channel, _):
         calls = [silent(channel, key(name)) for name in ("one", "two") for _ in range(8)]
         while not calls[0].done():  # the silent ones may not all have come before the first of these
             assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL), "two")]
@@ -195,11 +174,9 @@ def test_half_sent_messages_make_room_for_calls_that_wait() -> None:
         for each in calls:
             each.cancel()
 
-    with_server(body, limits=replace(LIMITS, max_pending_bytes=2**23, body_timeout_s=60.0, header_timeout_s=1.0))
 
-
-def test_health_checks_hold_little_memory() -> None:
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+async def test_health_checks_hold_little_memory() -> None:
+    async with guarded() as (channel, _):
         stub = health_pb2_grpc.HealthStub(channel)
         code, details = await status(stub.Watch(health_pb2.HealthCheckRequest(service="s" * 2000)))
         assert (code, details[:24]) == (grpc.StatusCode.INVALID_ARGUMENT, "a health check of 2003 b")
@@ -219,36 +196,30 @@ def test_health_checks_hold_little_memory() -> None:
             while not await is_open():
                 await asyncio.sleep(0.01)
 
-    with_server(body)
 
-
-def test_an_address_has_a_maximum_of_connections() -> None:
+async def test_an_address_has_a_maximum_of_connections() -> None:
     """The latest ones are closed; the calls of the others go on."""
     most = 8
-
-    async def body() -> None:
-        limits = replace(LIMITS, max_connections_per_peer=most, header_timeout_s=120.0)
-        server = RpcServer(ServerConfig(), admission=Admission(limits))
-        add_GenerationServicer_to_server(ScriptedVerifier(EMPTY), server.aio)
-        address = await server.start([])
-        async with grpc.aio.insecure_channel(address) as channel, AsyncExitStack() as writers:
-            assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL))]
-            reads = []
-            for _ in range(3 * most):
-                reader, writer = await asyncio.open_connection(*address.split(":"))
-                writers.callback(writer.close)
-                reads.append(asyncio.create_task(reader.read()))
-            await until(lambda: sum(read.done() for read in reads) == 2 * most + 1)
-            assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL))]
-            assert sum(read.done() for read in reads) == 2 * most + 1
-        await server.stop(0)
-        await asyncio.gather(*reads, return_exceptions=True)
-
-    asyncio.run(body())
+    limits = replace(LIMITS, max_connections_per_peer=most, header_timeout_s=120.0)
+    server = RpcServer(ServerConfig(), admission=Admission(limits))
+    add_GenerationServicer_to_server(ScriptedVerifier(EMPTY), server.aio)
+    address = await server.start([])
+    async with grpc.aio.insecure_channel(address) as channel, AsyncExitStack() as writers:
+        assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL))]
+        reads = []
+        for _ in range(3 * most):
+            reader, writer = await asyncio.open_connection(*address.split(":"))
+            writers.callback(writer.close)
+            reads.append(asyncio.create_task(reader.read()))
+        await until(lambda: sum(read.done() for read in reads) == 2 * most + 1)
+        assert [chunk async for chunk in call(channel, generate_call_to_proto(CALL))]
+        assert sum(read.done() for read in reads) == 2 * most + 1
+    await server.stop(0)
+    await asyncio.gather(*reads, return_exceptions=True)
 
 
-def test_messages_and_metadata_have_a_maximum_size() -> None:
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+async def test_messages_and_metadata_have_a_maximum_size() -> None:
+    async with guarded() as (channel, _):
         code, _ = await status(call(channel, GenerateRequest(text="a" * 2**20)))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         code, _ = await status(silent(channel, (("name", "a" * 8192),)))
@@ -259,17 +230,14 @@ def test_messages_and_metadata_have_a_maximum_size() -> None:
             "the request has more than 32768 fields; send less at once",
         )
 
-    with_server(body)
-
 
 def many_fields(number: int) -> GenerateRequest:
     return GenerateRequest(sampling=SamplingParams(bad_token_ids=[TokenIds()] * number))
 
 
-def test_unfinished_requests_share_a_memory_budget() -> None:
+async def test_unfinished_requests_share_a_memory_budget() -> None:
     script = Script(TOKENS, gate=asyncio.Event())
-
-    async def body(channel: grpc.aio.Channel, memory: MemoryBudget) -> None:
+    async with guarded(script=script) as (channel, memory):
         message = generate_call_to_proto(CALL)
         message.session_id = "s" * 900_000
         calls = [call(channel, message, name) for name in ("one", "two")]
@@ -284,8 +252,6 @@ def test_unfinished_requests_share_a_memory_budget() -> None:
         await until(lambda: not memory.num_held)
         assert [chunk async for chunk in call(channel, message)]
         await until(lambda: not memory.num_held)
-
-    with_server(body, script=script)
 
 
 def test_fields_are_counted_in_nested_messages() -> None:
@@ -320,27 +286,21 @@ def test_fields_are_counted_in_nested_messages() -> None:
     ],
     ids=["stops", "length", "stop_token_ids", "biases", "words", "bad_token_ids"],
 )
-def test_large_parameters_are_rejected_by_name(url: str, name: str, sampling: SamplingParams) -> None:
-    async def body() -> tuple[grpc.StatusCode, str]:
-        async with router(url) as address, grpc.aio.insecure_channel(address) as channel:
-            return await status(GenerationStub(channel).Generate(GenerateRequest(text="a", sampling=sampling)))
-
-    code, details = asyncio.run(body())
+async def test_large_parameters_are_rejected_by_name(url: str, name: str, sampling: SamplingParams) -> None:
+    async with router(url) as address, grpc.aio.insecure_channel(address) as channel:
+        code, details = await status(GenerationStub(channel).Generate(GenerateRequest(text="a", sampling=sampling)))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert details.startswith(f"{name} has ")
 
 
-def test_a_prompt_beyond_the_context_is_rejected_by_its_length(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script), router(url) as address:
-            code, details = await failure(address, request_with(prompt_ids=(2**31 - 1,) * 500_000))
-            assert (code, script.calls) == (grpc.StatusCode.INVALID_ARGUMENT, [])
-            assert details == "prompt of 500000 tokens exceeds the context length 2048; shorten it"
-            code, details = await failure(address, request_with(session="s" * 257))
-            assert details == "session_id has 257 characters; it may have 256"
-
-    asyncio.run(body())
+async def test_a_prompt_beyond_the_context_is_rejected_by_its_length(url: str) -> None:
+    script = Script(TOKENS)
+    async with worker(url, script), router(url) as address:
+        code, details = await failure(address, request_with(prompt_ids=(2**31 - 1,) * 500_000))
+        assert (code, script.calls) == (grpc.StatusCode.INVALID_ARGUMENT, [])
+        assert details == "prompt of 500000 tokens exceeds the context length 2048; shorten it"
+        code, details = await failure(address, request_with(session="s" * 257))
+        assert details == "session_id has 257 characters; it may have 256"
 
 
 def test_limits_that_contradict_each_other_are_named() -> None:

@@ -65,55 +65,45 @@ async def answers(channel: grpc.aio.Channel) -> bool:
     return code is grpc.StatusCode.OK
 
 
-def test_peers_are_authenticated_by_issuer_and_name(tmp_path: Path) -> None:
+async def test_peers_are_authenticated_by_issuer_and_name(tmp_path: Path) -> None:
     ours, theirs = Authority("ours"), Authority("theirs")
     ours.write(tmp_path / "worker")
     ours.write(tmp_path / "router", "router.eyas")
     theirs.write(tmp_path / "stranger")
     router, stranger = peers(tmp_path / "router"), peers(tmp_path / "stranger")
     trusting = replace(stranger, ca_file=str(tmp_path / "router" / "ca.crt"))
-
-    async def body() -> None:
-        async with serving(peers(tmp_path / "worker")) as address:
-            assert await reaches(Peers(router), address)
-            assert not await reaches(Peers(), address), "without TLS"
-            assert not await reaches(
-                Peers(PeersConfig(ca_file=router.ca_file, tls_server_name=router.tls_server_name)), address
-            ), "no name"
-            assert not await reaches(Peers(trusting), address), "signed by another"
-            assert not await reaches(Peers(stranger), address), "the worker is signed by another"
-            assert not await reaches(Peers(replace(router, tls_server_name="elsewhere")), address)
-            assert not await reaches(Peers(replace(router, tls_server_name="")), address), (
-                "the certificate is for no address"
-            )
-        async with serving(peers(tmp_path / "worker", require_client_cert=False)) as address:
-            assert await reaches(Peers(PeersConfig(ca_file=router.ca_file, tls_server_name=router.tls_server_name)), address)
-            assert not await reaches(Peers(stranger), address)
-
-    asyncio.run(body())
+    async with serving(peers(tmp_path / "worker")) as address:
+        assert await reaches(Peers(router), address)
+        assert not await reaches(Peers(), address), "without TLS"
+        assert not await reaches(
+            Peers(PeersConfig(ca_file=router.ca_file, tls_server_name=router.tls_server_name)), address
+        ), "no name"
+        assert not await reaches(Peers(trusting), address), "signed by another"
+        assert not await reaches(Peers(stranger), address), "the worker is signed by another"
+        assert not await reaches(Peers(replace(router, tls_server_name="elsewhere")), address)
+        assert not await reaches(Peers(replace(router, tls_server_name="")), address), "the certificate is for no address"
+    async with serving(peers(tmp_path / "worker", require_client_cert=False)) as address:
+        assert await reaches(Peers(PeersConfig(ca_file=router.ca_file, tls_server_name=router.tls_server_name)), address)
+        assert not await reaches(Peers(stranger), address)
 
 
-def test_renewed_certificates_apply_to_new_connections(tmp_path: Path) -> None:
+async def test_renewed_certificates_apply_to_new_connections(tmp_path: Path) -> None:
     old, new = Authority("old"), Authority("new")
     old.write(tmp_path)
-
-    async def body() -> None:
-        dialler = Peers(peers(tmp_path))
-        async with serving(peers(tmp_path)) as address, dialler.open_channel(address) as kept:
-            assert await answers(kept)
-            identity = dialler.identity
-            (tmp_path / "tls.key").write_text("half of a renewal")
-            assert dialler.identity is identity
-            assert await reaches(dialler, address), "files that do not fit are left alone"
-            new.write(tmp_path)
-            assert dialler.identity is not identity
-            assert await reaches(dialler, address), "both by the new authority"
-            assert await answers(kept), "a connection outlives the certificate that it was made with"
-            assert not await reaches(Peers(PeersConfig(ca_file=str(old_authority), tls_server_name="workers.eyas")), address)
-
     old_authority = tmp_path / "old.crt"
     old_authority.write_bytes(old.pem)
-    asyncio.run(body())
+    dialler = Peers(peers(tmp_path))
+    async with serving(peers(tmp_path)) as address, dialler.open_channel(address) as kept:
+        assert await answers(kept)
+        identity = dialler.identity
+        (tmp_path / "tls.key").write_text("half of a renewal")
+        assert dialler.identity is identity
+        assert await reaches(dialler, address), "files that do not fit are left alone"
+        new.write(tmp_path)
+        assert dialler.identity is not identity
+        assert await reaches(dialler, address), "both by the new authority"
+        assert await answers(kept), "a connection outlives the certificate that it was made with"
+        assert not await reaches(Peers(PeersConfig(ca_file=str(old_authority), tls_server_name="workers.eyas")), address)
 
 
 def test_a_returning_drafter_is_dialled_with_new_certificates(tmp_path: Path) -> None:
@@ -131,30 +121,26 @@ def test_a_returning_drafter_is_dialled_with_new_certificates(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("kind", ["redis", "static"])
-def test_a_lost_verifier_is_dialled_with_renewed_certificates(kind: DiscoveryKind, url: str, tmp_path: Path) -> None:
+async def test_a_lost_verifier_is_dialled_with_renewed_certificates(kind: DiscoveryKind, url: str, tmp_path: Path) -> None:
     """To ask it, and to probe it where there are no leases."""
     Authority("old").write(tmp_path)
-
-    async def body() -> None:
-        leases = Registry(RegistryConfig(url, 60.0, 0.05)) if kind == "redis" else None
-        ours = Peers(peers(tmp_path, keepalive_interval_s=0.1, keepalive_timeout_s=1.0))
-        async with verifier_behind(Peers(peers(tmp_path)), leases) as proxy:
-            named = (proxy.address,) if kind == "static" else ()
-            discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval_s=0.05), leases, ours)
-            workers = WorkerPool(discovery, RouterConfig(()), ours)
-            await discovery.watch("verifier")
-            try:
-                await refreshed(workers, lambda: bool(workers.reachable))
-                Authority("new").write(tmp_path)
-                proxy.cut.set()
-                await refreshed(workers, lambda: not workers.reachable)
-                proxy.cut.clear()
-                await refreshed(workers, lambda: bool(workers.reachable))
-            finally:
-                await workers.close()
-                await discovery.close()
-
-    asyncio.run(body())
+    leases = Registry(RegistryConfig(url, 60.0, 0.05)) if kind == "redis" else None
+    ours = Peers(peers(tmp_path, keepalive_interval_s=0.1, keepalive_timeout_s=1.0))
+    async with verifier_behind(Peers(peers(tmp_path)), leases) as proxy:
+        named = (proxy.address,) if kind == "static" else ()
+        discovery = build_discovery(DiscoveryConfig(kind, named, probe_interval_s=0.05), leases, ours)
+        workers = WorkerPool(discovery, RouterConfig(()), ours)
+        await discovery.watch("verifier")
+        try:
+            await refreshed(workers, lambda: bool(workers.reachable))
+            Authority("new").write(tmp_path)
+            proxy.cut.set()
+            await refreshed(workers, lambda: not workers.reachable)
+            proxy.cut.clear()
+            await refreshed(workers, lambda: bool(workers.reachable))
+        finally:
+            await workers.close()
+            await discovery.close()
 
 
 @asynccontextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
@@ -63,46 +62,31 @@ async def status(address: str, caller: Peers) -> str:
         return code.name if code is grpc.StatusCode.OK else f"{code.name}: {await call.details()}"
 
 
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        await body()
-
-    asyncio.run(main())
-
-
-def test_a_worker_refuses_calls_without_the_token(tmp_path: Path) -> None:
+async def test_a_worker_refuses_calls_without_the_token(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     own, other = Peers(token_file(tmp_path, TOKEN)), Peers(token_file(tmp_path / "other", OTHER))
-
-    async def body() -> None:
-        async with idle_worker(own) as address:
-            assert await status(address, own) == "OK"
-            for caller in (Peers(), other):
-                answer = await status(address, caller)
-                assert answer.startswith("UNAUTHENTICATED: ")
-                assert "set peers.token_file or peers.token_env" in answer
-                assert TOKEN not in answer
-
-    run(body)
+    async with idle_worker(own) as address:
+        assert await status(address, own) == "OK"
+        for caller in (Peers(), other):
+            answer = await status(address, caller)
+            assert answer.startswith("UNAUTHENTICATED: ")
+            assert "set peers.token_file or peers.token_env" in answer
+            assert TOKEN not in answer
 
 
-def test_health_is_open_and_reflection_needs_the_token(tmp_path: Path) -> None:
+async def test_health_is_open_and_reflection_needs_the_token(tmp_path: Path) -> None:
     own = Peers(token_file(tmp_path, TOKEN))
-
-    async def body() -> None:
-        async with idle_worker(own) as address, own.open_channel(address) as channel:
-            assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            # Without a request: a write to a call that is already refused fails with INTERNAL in grpc.aio.
-            reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
-            assert await reflect(timeout=10).code() is grpc.StatusCode.UNAUTHENTICATED
-            call = reflect(metadata=own.metadata, timeout=10)
-            await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-            assert "eyas.v1.Worker" in [found.name for found in (await call.read()).list_services_response.service]
-
-    run(body)
+    async with idle_worker(own) as address, own.open_channel(address) as channel:
+        assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        # Without a request: a write to a call that is already refused fails with INTERNAL in grpc.aio.
+        reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+        assert await reflect(timeout=10).code() is grpc.StatusCode.UNAUTHENTICATED
+        call = reflect(metadata=own.metadata, timeout=10)
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        assert "eyas.v1.Worker" in [found.name for found in (await call.read()).list_services_response.service]
 
 
-def test_a_refused_call_is_not_read() -> None:
+async def test_a_refused_call_is_not_read() -> None:
     read: list[int] = []
 
     async def answer(request: bytes, context: object) -> bytes:
@@ -112,7 +96,8 @@ def test_a_refused_call_is_not_read() -> None:
         read.append(len(data))
         return data
 
-    async def body() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TOKEN", TOKEN)
         own = Peers(PeersConfig(token_env="TOKEN"))
         server = RpcServer(ServerConfig(), check_metadata=own.check_metadata)
         method = grpc.unary_unary_rpc_method_handler(answer, deserialize)
@@ -129,27 +114,19 @@ def test_a_refused_call_is_not_read() -> None:
         finally:
             await server.stop(0)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TOKEN", TOKEN)
-        run(body)
 
-
-def test_a_request_passes_router_and_verifier_with_the_token(url: str, tmp_path: Path) -> None:
+async def test_a_request_passes_router_and_verifier_with_the_token(url: str, tmp_path: Path) -> None:
     own = Peers(token_file(tmp_path, TOKEN))
-
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script, peers=own) as verifier, router(url, peers=own) as address:
-            await send(address, CALL)
-            assert (await failure(verifier, CALL))[0] is grpc.StatusCode.UNAUTHENTICATED
-        async with worker(url, script, peers=own), router(url) as stranger:
-            assert (await failure(stranger, CALL))[0] is grpc.StatusCode.UNAVAILABLE, "the client's key is not at fault"
-        hasty = replace(RETRY, budget_s=2.0)
-        async with worker(url, script), router(url, peers=own, retry=hasty) as address:
-            assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE, "its lease is not signed"
-        assert len(script.calls) == 1
-
-    run(body)
+    script = Script(TOKENS)
+    async with worker(url, script, peers=own) as verifier, router(url, peers=own) as address:
+        await send(address, CALL)
+        assert (await failure(verifier, CALL))[0] is grpc.StatusCode.UNAUTHENTICATED
+    async with worker(url, script, peers=own), router(url) as stranger:
+        assert (await failure(stranger, CALL))[0] is grpc.StatusCode.UNAVAILABLE, "the client's key is not at fault"
+    hasty = replace(RETRY, budget_s=2.0)
+    async with worker(url, script), router(url, peers=own, retry=hasty) as address:
+        assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE, "its lease is not signed"
+    assert len(script.calls) == 1
 
 
 def test_a_draft_service_serves_verifiers_with_the_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -165,50 +142,39 @@ def test_a_draft_service_serves_verifiers_with_the_token(tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("node-1", True), ("127.0.0.1", False), ("::1", False)])
-def test_a_worker_open_to_everybody_says_so(
+async def test_a_worker_open_to_everybody_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, host: str, warns: bool
 ) -> None:
-    async def body() -> None:
-        worker_server(ServerConfig(host), Peers(token_file(tmp_path, TOKEN)))
-        assert "OPEN" not in caplog.text
-        worker_server(ServerConfig(host), Peers())
-
-    run(body)
+    worker_server(ServerConfig(host), Peers(token_file(tmp_path, TOKEN)))
+    assert "OPEN" not in caplog.text
+    worker_server(ServerConfig(host), Peers())
     assert (f"OPEN TO EVERYBODY who can reach {host}" in caplog.text) == warns
 
 
-def test_a_replaced_token_is_read_without_a_restart(tmp_path: Path) -> None:
+async def test_a_replaced_token_is_read_without_a_restart(tmp_path: Path) -> None:
     (tmp_path / "caller").mkdir()
     own, caller = Peers(token_file(tmp_path, TOKEN)), Peers(token_file(tmp_path / "caller", OTHER))
-
-    async def body() -> None:
-        async with idle_worker(own) as address:
-            assert (await status(address, caller)).startswith("UNAUTHENTICATED")
-            token_file(tmp_path, TOKEN, OTHER)
-            assert await status(address, caller) == "OK"
-            token_file(tmp_path, OTHER)
-            assert await status(address, caller) == "OK"
-            token_file(tmp_path, "short")
-            assert await status(address, caller) == "OK", "a bad file keeps the previous tokens"
-
-    run(body)
+    async with idle_worker(own) as address:
+        assert (await status(address, caller)).startswith("UNAUTHENTICATED")
+        token_file(tmp_path, TOKEN, OTHER)
+        assert await status(address, caller) == "OK"
+        token_file(tmp_path, OTHER)
+        assert await status(address, caller) == "OK"
+        token_file(tmp_path, "short")
+        assert await status(address, caller) == "OK", "a bad file keeps the previous tokens"
 
 
-def test_a_certificate_needs_an_allowed_name(tmp_path: Path) -> None:
+async def test_a_certificate_needs_an_allowed_name(tmp_path: Path) -> None:
     authority = Authority()
     for name in ("worker", "router", "drafter"):
         authority.write(tmp_path / name, *([] if name == "worker" else [f"{name}.eyas"]))
-
-    async def body() -> None:
-        worker = Peers(peers(tmp_path / "worker", allowed_names=("router.eyas",)))
-        async with idle_worker(worker) as address:
-            assert await status(address, Peers(peers(tmp_path / "router"))) == "OK"
-            refused = await status(address, Peers(peers(tmp_path / "drafter")))
-            assert refused.startswith("UNAUTHENTICATED: the client certificate is for 127.0.0.1, drafter.eyas")
-            async with Peers(peers(tmp_path / "drafter")).open_channel(address) as channel:
-                assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-
-    run(body)
+    worker = Peers(peers(tmp_path / "worker", allowed_names=("router.eyas",)))
+    async with idle_worker(worker) as address:
+        assert await status(address, Peers(peers(tmp_path / "router"))) == "OK"
+        refused = await status(address, Peers(peers(tmp_path / "drafter")))
+        assert refused.startswith("UNAUTHENTICATED: the client certificate is for 127.0.0.1, drafter.eyas")
+        async with Peers(peers(tmp_path / "drafter")).open_channel(address) as channel:
+            assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
 
 
 @pytest.mark.parametrize(

@@ -116,30 +116,25 @@ async def behind(url: str, script: Script) -> AsyncIterator[CuttableProxy]:
         yield proxy
 
 
-def test_requests_move_away_from_an_unreachable_verifier(url: str) -> None:
-    async def body() -> tuple[int, ...]:
-        queue, other = Script(TOKENS, gate=asyncio.Event()), Script(TOKENS)
-        async with behind(url, queue) as proxy, router(url, peers=Peers(IMPATIENT), retry=ENDLESS) as address:
-            asking = asyncio.create_task(send(address, CALL))
-            await until(lambda: bool(queue.calls))
-            async with worker(url, other):
-                proxy.cut.set()
-                return tokens_of(await asking)
-
-    assert asyncio.run(body()) == REST
-
-
-def test_without_another_verifier_a_lost_keepalive_is_reported(url: str) -> None:
-    async def body() -> tuple[grpc.StatusCode, str]:
-        queue = Script(TOKENS, gate=asyncio.Event())
-        once = RetryConfig(max_attempts=1)
-        async with behind(url, queue) as proxy, router(url, peers=Peers(IMPATIENT), retry=once) as address:
-            asking = asyncio.create_task(failure(address, CALL))
-            await until(lambda: bool(queue.calls))
+async def test_requests_move_away_from_an_unreachable_verifier(url: str) -> None:
+    queue, other = Script(TOKENS, gate=asyncio.Event()), Script(TOKENS)
+    async with behind(url, queue) as proxy, router(url, peers=Peers(IMPATIENT), retry=ENDLESS) as address:
+        asking = asyncio.create_task(send(address, CALL))
+        await until(lambda: bool(queue.calls))
+        async with worker(url, other):
             proxy.cut.set()
-            return await asking
+            found = tokens_of(await asking)
+    assert found == REST
 
-    status, reason = asyncio.run(body())
+
+async def test_without_another_verifier_a_lost_keepalive_is_reported(url: str) -> None:
+    queue = Script(TOKENS, gate=asyncio.Event())
+    once = RetryConfig(max_attempts=1)
+    async with behind(url, queue) as proxy, router(url, peers=Peers(IMPATIENT), retry=once) as address:
+        asking = asyncio.create_task(failure(address, CALL))
+        await until(lambda: bool(queue.calls))
+        proxy.cut.set()
+        status, reason = await asking
     assert status is grpc.StatusCode.UNAVAILABLE
     assert "not answer keepalive pings" in reason
 

@@ -7,7 +7,8 @@ import gc
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -72,24 +73,19 @@ class Reading(draft_pb2_grpc.DraftServicer):
         yield draft_pb2.SpeculateResponse()
 
 
-def with_server(
-    check: Callable[[RpcServer, str, grpc.aio.Channel], Awaitable[None]],
-    error: Exception | None = None,
-    servicer: draft_pb2_grpc.DraftServicer | None = None,
-) -> None:
-    """Run `check` against a started server with its address and a channel to it."""
-
-    async def main() -> None:
-        server = RpcServer(ServerConfig(reflection=True))
-        draft_pb2_grpc.add_DraftServicer_to_server(servicer or Failing(error or EyasError()), server.aio)
-        address = await server.start([NAME])
-        try:
-            async with open_channel(address) as channel:
-                await check(server, address, channel)
-        finally:
-            await server.stop(0)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def serving(
+    error: Exception | None = None, servicer: draft_pb2_grpc.DraftServicer | None = None
+) -> AsyncIterator[tuple[RpcServer, str, grpc.aio.Channel]]:
+    """Run a server; yields it, its address and a channel to it."""
+    server = RpcServer(ServerConfig(reflection=True))
+    draft_pb2_grpc.add_DraftServicer_to_server(servicer or Failing(error or EyasError()), server.aio)
+    address = await server.start([NAME])
+    try:
+        async with open_channel(address) as channel:
+            yield server, address, channel
+    finally:
+        await server.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +104,8 @@ def with_server(
         (PermissionDenied("x"), PermissionDenied),
     ],
 )
-def test_an_error_crosses_the_wire_with_its_kind_and_message(raised: EyasError, received: type[EyasError]) -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_an_error_crosses_the_wire_with_its_kind_and_message(raised: EyasError, received: type[EyasError]) -> None:
+    async with serving(raised) as (_, _, channel):
         stub = draft_pb2_grpc.DraftStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as unary:
             await stub.Describe(draft_pb2.DescribeRequest())
@@ -122,24 +118,20 @@ def test_an_error_crosses_the_wire_with_its_kind_and_message(raised: EyasError, 
             assert type(error) is received
             assert str(error) == "x"
 
-    with_server(check, raised)
-
 
 @pytest.mark.parametrize("param", ["", "structured_outputs", "größe"])
-def test_the_parameter_of_an_error_crosses_the_wire(param: str) -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_the_parameter_of_an_error_crosses_the_wire(param: str) -> None:
+    async with serving(InvalidRequest("x", param)) as (_, _, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
         error = status_error(caught.value)
         assert isinstance(error, InvalidRequest)
         assert error.param == (param if param.isascii() else "")
 
-    with_server(check, InvalidRequest("x", param))
-
 
 @pytest.mark.parametrize("seconds", [None, 1.25])
-def test_an_overloaded_service_returns_retry_after(seconds: float | None) -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_an_overloaded_service_returns_retry_after(seconds: float | None) -> None:
+    async with serving(Overloaded("full", seconds)) as (_, _, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -147,18 +139,14 @@ def test_an_overloaded_service_returns_retry_after(seconds: float | None) -> Non
         assert isinstance(error, Overloaded)
         assert error.retry_after == seconds
 
-    with_server(check, Overloaded("full", seconds))
 
-
-def test_the_headers_of_a_quota_cross_the_wire() -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_the_headers_of_a_quota_cross_the_wire() -> None:
+    async with serving(RateLimited("quota", 2.0, {"x-ratelimit-limit-requests": "5"})) as (_, _, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
         error = status_error(caught.value)
         assert isinstance(error, RateLimited)
         assert (error.retry_after, error.headers) == (2.0, {"x-ratelimit-limit-requests": "5"})
-
-    with_server(check, RateLimited("quota", 2.0, {"x-ratelimit-limit-requests": "5"}))
 
 
 @pytest.mark.parametrize("name", ["", "EyasError", "Mapping", "PermissionDenied", "no name"])
@@ -176,20 +164,18 @@ def test_a_retry_hint_that_is_no_number_is_ignored(hint: str) -> None:
     assert error.retry_after is None
 
 
-def test_an_unexpected_error_is_logged_but_hidden_from_clients(caplog: pytest.LogCaptureFixture) -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_an_unexpected_error_is_logged_but_hidden_from_clients(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(KeyError("secret")) as (_, _, channel):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
         assert caught.value.code() is grpc.StatusCode.INTERNAL
         assert caught.value.details() == "internal error"
-
-    with_server(check, KeyError("secret"))
     assert "KeyError: 'secret'" in caplog.text
 
 
 @pytest.mark.parametrize("method", ["Describe", "Speculate"])
-def test_bytes_that_do_not_decode_are_an_invalid_request(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_bytes_that_do_not_decode_are_an_invalid_request(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as (_, _, channel):
         path = f"/{NAME}/{method}"
         unary = method == "Describe"
         call = channel.unary_unary(path) if unary else channel.stream_stream(path)
@@ -199,18 +185,16 @@ def test_bytes_that_do_not_decode_are_an_invalid_request(method: str, caplog: py
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         expected = f"the 3 bytes of the request are not the message of {path}; encode it as in protos/eyas/v1"
         assert caught.value.details() == expected
-
-    with_server(check)
     [record] = [record for record in caplog.records if record.name.startswith("eyas.")]
     assert "cannot be decoded" in record.getMessage()
     assert vars(record)["rate_limited"]
     assert not record.exc_info
 
 
-def test_a_refused_message_is_freed_without_a_collection() -> None:
+async def test_a_refused_message_is_freed_without_a_collection() -> None:
     size, count = 2**20, 12
+    async with serving(servicer=Reading()) as (_, _, channel):
 
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
         async def send() -> None:
             call: Any = channel.stream_stream("/eyas.v1.Draft/Speculate")()
             await call.write(b"\xff" * size)
@@ -227,42 +211,34 @@ def test_a_refused_message_is_freed_without_a_collection() -> None:
             tracemalloc.stop()
             gc.enable()
 
-    with_server(check, servicer=Reading())
-
 
 @pytest.mark.parametrize("path", [b"/x/\xff", b"/eyas.v1.Draft/Describ\xe8", b"\x80", b"", b"x"])
-def test_a_path_that_is_no_text_does_not_end_the_server(path: bytes) -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_a_path_that_is_no_text_does_not_end_the_server(path: bytes) -> None:
+    async with serving() as (_, address, channel):
         answer = await exchange_frames(address, call_frames(address, path, b""))
         assert answer.status == "UNIMPLEMENTED"
         stub = health_pb2_grpc.HealthStub(channel)
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.NOT_SERVING
 
-    with_server(check)
-
 
 @pytest.mark.slow
-def test_a_client_that_leaves_during_its_status_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_a_client_that_leaves_during_its_status_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(ClientHasGone()) as (_, _, channel):
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
             await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest(), timeout=5)
-
-    with_server(check, ClientHasGone())
     assert caplog.records == []
 
 
-def test_a_peer_that_is_away_is_unavailable() -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_a_peer_that_is_away_is_unavailable() -> None:
+    async with serving() as (server, _, channel):
         await server.stop(0)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
         assert isinstance(status_error(caught.value), Unavailable)
 
-    with_server(check)
 
-
-def test_health_follows_the_server_and_watches_do_not_delay_stop() -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_health_follows_the_server_and_watches_do_not_delay_stop() -> None:
+    async with serving() as (server, _, channel):
         status, stub = health_pb2.HealthCheckResponse, health_pb2_grpc.HealthStub(channel)
         listed = await stub.List(health_pb2.HealthListRequest())
         assert {name: value.status for name, value in listed.statuses.items()} == dict.fromkeys(
@@ -277,30 +253,24 @@ def test_health_follows_the_server_and_watches_do_not_delay_stop() -> None:
         assert (await watch.read()).status == status.NOT_SERVING
         assert await watch.read() is grpc.aio.EOF  # type: ignore[attr-defined]
 
-    with_server(check)
 
-
-def test_reflection_lists_the_services() -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_reflection_lists_the_services() -> None:
+    async with serving() as (_, _, channel):
         stub = reflection_pb2_grpc.ServerReflectionStub(channel)
         request = reflection_pb2.ServerReflectionRequest(list_services="")
         async for response in stub.ServerReflectionInfo(iter([request])):
             assert NAME in [service.name for service in response.list_services_response.service]
 
-    with_server(check)
 
-
-def test_a_port_in_use_is_a_clear_mistake() -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_a_port_in_use_is_a_clear_mistake() -> None:
+    async with serving() as (_, address, _):
         port = int(address.rpartition(":")[2])
         with pytest.raises(ConfigError, match=rf"{port}: the port is in use .* set server.port or server.host"):
             await RpcServer(ServerConfig(port=port)).start([])
 
-    with_server(check)
 
-
-def test_long_requests_are_cancelled_before_the_grace_period() -> None:
-    async def check(server: RpcServer, address: str, channel: grpc.aio.Channel) -> None:
+async def test_long_requests_are_cancelled_before_the_grace_period() -> None:
+    async with serving() as (server, _, _):
         ended = asyncio.Event()
 
         async def end() -> None:
@@ -309,8 +279,6 @@ def test_long_requests_are_cancelled_before_the_grace_period() -> None:
         server.before_stop(end)
         await server.stop(60)
         assert ended.is_set()
-
-    with_server(check)
 
 
 SCRIPT = """

@@ -1,6 +1,5 @@
 """What a verifier announces of its prefix cache is what a router computes from a prompt; never more than was asked for."""
 
-import asyncio
 from dataclasses import replace
 
 import grpc
@@ -88,7 +87,7 @@ def test_many_salts_do_not_slow_the_announcement(monkeypatch: pytest.MonkeyPatch
     assert found == [block for salt in salts for block in block_hashes(sequence.tolist(), salt)]
 
 
-def test_served_prompts_are_announced_and_wrong_targets_rejected(
+async def test_served_prompts_are_announced_and_wrong_targets_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("eyas.engine.async_engine.ANNOUNCE_SECONDS", 0.01)
@@ -98,37 +97,30 @@ def test_served_prompts_are_announced_and_wrong_targets_rejected(
     prompt = tuple(range(3 * BLOCK_TOKENS))
     request = Request("r", prompt, SamplingParams(2, seed=1, ignore_eos=True))
 
-    async def body() -> None:
-        server = RpcServer(ServerConfig())
-        async with AsyncEngine(engine) as loop:
-            generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, MODEL, None), server.aio)
-            address = await server.start([])
-            await serve_once(loop)
-            code, details = await failure(address, GenerateCall(request, target_fingerprint="another"))
-            await server.stop(0)
-            assert (code, "has another target" in details) == (grpc.StatusCode.UNAVAILABLE, True)
-
     async def serve_once(loop: AsyncEngine) -> None:
         assert [chunk async for chunk in loop.generate(request)][-1].finish_reason == "length"
         await until(lambda: loop.prefix_hashes == frozenset(block_hashes(prompt)))
         assert (loop.load.max_num_seqs, loop.load.step_seconds) == (EngineConfig().max_num_seqs, 0.0)
 
-    asyncio.run(body())
+    server = RpcServer(ServerConfig())
+    async with AsyncEngine(engine) as loop:
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationServicer(loop, MODEL, None), server.aio)
+        address = await server.start([])
+        await serve_once(loop)
+        code, details = await failure(address, GenerateCall(request, target_fingerprint="another"))
+        await server.stop(0)
+        assert (code, "has another target" in details) == (grpc.StatusCode.UNAVAILABLE, True)
 
 
-def test_a_new_worker_ends_the_old_lease_of_its_address(url: str) -> None:
+async def test_a_new_worker_ends_the_old_lease_of_its_address(url: str) -> None:
     old = Lease("draft", "10.0.0.1:7", "old", MODEL, prefix_hashes=frozenset({1, 2**32 - 1}))
     new = replace(old, role="verifier", incarnation="new")
     other = replace(old, role="verifier", address="10.0.0.2:7", incarnation="other")
-
-    async def body() -> None:
-        registries = [Registry(RegistryConfig(url, 60.0, 30.0)) for _ in range(3)]
-        for registry, lease in zip(registries, (old, other, new), strict=True):
-            await registry.publish(lambda lease=lease: lease)  # type: ignore[misc]
-        assert await registries[0].leases("draft") == []
-        assert await registries[0].leases("verifier") == [new, other]
-        for registry in registries:
-            await registry.withdraw()
-            await registry.close()
-
-    asyncio.run(body())
+    registries = [Registry(RegistryConfig(url, 60.0, 30.0)) for _ in range(3)]
+    for registry, lease in zip(registries, (old, other, new), strict=True):
+        await registry.publish(lambda lease=lease: lease)  # type: ignore[misc]
+    assert await registries[0].leases("draft") == []
+    assert await registries[0].leases("verifier") == [new, other]
+    for registry in registries:
+        await registry.withdraw()
+        await registry.close()

@@ -33,7 +33,7 @@ def running_sentinel(folder: Path, master: str) -> Iterator[int]:
         process.wait()
 
 
-def test_sentinels_lead_to_the_master(url: str, tmp_path: Path) -> None:
+async def test_sentinels_lead_to_the_master(url: str, tmp_path: Path) -> None:
     async def body(port: int) -> None:
         away = free_port()  # the first Sentinel is down
         by_sentinel = f"redis+sentinel://127.0.0.1:{away},127.0.0.1:{port}/main/0"
@@ -47,22 +47,19 @@ def test_sentinels_lead_to_the_master(url: str, tmp_path: Path) -> None:
         await reader.close()
 
     with running_sentinel(tmp_path, url.removeprefix("redis://").removesuffix("/0")) as port:
-        asyncio.run(body(port))
+        await body(port)
 
 
-def test_deployments_with_other_prefixes_share_a_redis(url: str) -> None:
-    async def body() -> None:
-        one, two = (Registry(RegistryConfig(url, 60.0, prefix=prefix)) for prefix in ("eyas", "other"))
-        await one.publish(lambda: LEASE)
-        await one.place("session", Placement("v"))
-        assert await one.leases("verifier") == [LEASE]
-        assert await two.leases("verifier") == []
-        assert (await one.placement("session"), await two.placement("session")) == (Placement("v"), None)
-        for registry in (one, two):
-            await registry.withdraw()
-            await registry.close()
-
-    asyncio.run(body())
+async def test_deployments_with_other_prefixes_share_a_redis(url: str) -> None:
+    one, two = (Registry(RegistryConfig(url, 60.0, prefix=prefix)) for prefix in ("eyas", "other"))
+    await one.publish(lambda: LEASE)
+    await one.place("session", Placement("v"))
+    assert await one.leases("verifier") == [LEASE]
+    assert await two.leases("verifier") == []
+    assert (await one.placement("session"), await two.placement("session")) == (Placement("v"), None)
+    for registry in (one, two):
+        await registry.withdraw()
+        await registry.close()
 
 
 @pytest.mark.parametrize(

@@ -42,89 +42,71 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_published_lease_is_read_as_it_was_written(url: str) -> None:
-    async def body() -> None:
-        async with registry(url) as worker, registry(url) as reader:
-            await worker.publish(lambda: LEASE)
-            assert await reader.leases("verifier") == [LEASE]
-            assert await reader.leases("draft") == []
-
-    asyncio.run(body())
+async def test_a_published_lease_is_read_as_it_was_written(url: str) -> None:
+    async with registry(url) as worker, registry(url) as reader:
+        await worker.publish(lambda: LEASE)
+        assert await reader.leases("verifier") == [LEASE]
+        assert await reader.leases("draft") == []
 
 
-def test_a_lease_follows_the_load_of_its_worker(url: str) -> None:
-    async def body() -> None:
-        loads = iter(range(10_000))
-        async with registry(url) as worker, registry(url) as reader:
-            await worker.publish(lambda: replace(LEASE, load=Load(num_running=next(loads))))
-            await reader.watch("verifier")
+async def test_a_lease_follows_the_load_of_its_worker(url: str) -> None:
+    loads = iter(range(10_000))
+    async with registry(url) as worker, registry(url) as reader:
+        await worker.publish(lambda: replace(LEASE, load=Load(num_running=next(loads))))
+        await reader.watch("verifier")
 
-            async def is_later() -> bool:
-                return reader.known("verifier")[0].load.num_running >= 3
+        async def is_later() -> bool:
+            return reader.known("verifier")[0].load.num_running >= 3
 
-            await until(is_later)
-
-    asyncio.run(body())
+        await until(is_later)
 
 
-def test_withdrawing_removes_the_lease_at_once(url: str) -> None:
-    async def body() -> None:
-        async with registry(url) as worker, registry(url) as reader:
-            await worker.publish(lambda: LEASE)
-            await worker.withdraw()
-            assert await reader.leases("verifier") == []
-
-    asyncio.run(body())
+async def test_withdrawing_removes_the_lease_at_once(url: str) -> None:
+    async with registry(url) as worker, registry(url) as reader:
+        await worker.publish(lambda: LEASE)
+        await worker.withdraw()
+        assert await reader.leases("verifier") == []
 
 
-def test_a_lease_without_heartbeat_runs_out(url: str) -> None:
-    async def body() -> None:
-        async with registry(url) as reader:
-            worker = Registry(RegistryConfig(url, ttl_s=20, heartbeat_interval_s=10))
-            await worker.publish(lambda: LEASE)
-            await worker.close()
-            assert await reader.leases("verifier") == [LEASE]
-            redis = Redis.from_url(url)
-            (key,) = await redis.keys("eyas:lease:verifier:*")
-            assert 0 < await redis.pttl(key) <= 20_000
-            await redis.pexpire(key, 1)
-            await redis.aclose()
-
-            async def is_gone() -> bool:
-                return await reader.leases("verifier") == []
-
-            await until(is_gone)
-
-    asyncio.run(body())
-
-
-def test_a_lease_that_does_not_parse_hides_no_other(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
+async def test_a_lease_without_heartbeat_runs_out(url: str) -> None:
+    async with registry(url) as reader:
+        worker = Registry(RegistryConfig(url, ttl_s=20, heartbeat_interval_s=10))
+        await worker.publish(lambda: LEASE)
+        await worker.close()
+        assert await reader.leases("verifier") == [LEASE]
         redis = Redis.from_url(url)
-        async with registry(url) as worker, registry(url) as reader:
-            await worker.publish(lambda: LEASE)
-            await redis.sadd("eyas:leases:verifier", "other")
-            await redis.set("eyas:lease:verifier:other", '{"role": "verifier"}', px=60_000)
-            assert await reader.leases("verifier") == [LEASE]
+        (key,) = await redis.keys("eyas:lease:verifier:*")
+        assert 0 < await redis.pttl(key) <= 20_000
+        await redis.pexpire(key, 1)
         await redis.aclose()
 
-    asyncio.run(body())
+        async def is_gone() -> bool:
+            return await reader.leases("verifier") == []
+
+        await until(is_gone)
+
+
+async def test_a_lease_that_does_not_parse_hides_no_other(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    redis = Redis.from_url(url)
+    async with registry(url) as worker, registry(url) as reader:
+        await worker.publish(lambda: LEASE)
+        await redis.sadd("eyas:leases:verifier", "other")
+        await redis.set("eyas:lease:verifier:other", '{"role": "verifier"}', px=60_000)
+        assert await reader.leases("verifier") == [LEASE]
+    await redis.aclose()
     assert "does not parse" in caplog.text
 
 
-def test_a_worker_is_known_while_its_lease_is_damaged(url: str) -> None:
-    async def body() -> None:
-        redis = Redis.from_url(url)
-        async with registry(url) as worker, registry(url) as reader:
-            await worker.publish(lambda: LEASE)
-            await reader.watch("verifier")
-            for damaged in (b'{"role": "verifier"', b"\xff"):
-                await redis.set("eyas:lease:verifier:one", damaged)
-                await reader.refresh()
-                assert reader.known("verifier") == (LEASE,)
-        await redis.aclose()
-
-    asyncio.run(body())
+async def test_a_worker_is_known_while_its_lease_is_damaged(url: str) -> None:
+    redis = Redis.from_url(url)
+    async with registry(url) as worker, registry(url) as reader:
+        await worker.publish(lambda: LEASE)
+        await reader.watch("verifier")
+        for damaged in (b'{"role": "verifier"', b"\xff"):
+            await redis.set("eyas:lease:verifier:one", damaged)
+            await reader.refresh()
+            assert reader.known("verifier") == (LEASE,)
+    await redis.aclose()
 
 
 class Clock:
@@ -143,49 +125,43 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_workers_are_known_while_an_emptied_redis_fills_again(url: str, clock: Clock) -> None:
-    async def body() -> None:
-        redis = Redis.from_url(url)
-        async with registry(url) as worker, registry(url, heartbeat=50.0) as reader:
-            await worker.publish(lambda: LEASE)
-            await reader.watch("verifier")
-            await worker.close()
-            for _ in range(2):
-                await redis.flushall()
-                await reader.refresh()
-                assert reader.known("verifier") == (LEASE,)
-            clock.now += 60.0
+async def test_workers_are_known_while_an_emptied_redis_fills_again(url: str, clock: Clock) -> None:
+    redis = Redis.from_url(url)
+    async with registry(url) as worker, registry(url, heartbeat=50.0) as reader:
+        await worker.publish(lambda: LEASE)
+        await reader.watch("verifier")
+        await worker.close()
+        for _ in range(2):
+            await redis.flushall()
             await reader.refresh()
-            assert reader.known("verifier") == ()
-        await redis.aclose()
-
-    asyncio.run(body())
-
-
-def test_no_worker_outlives_its_lease_by_a_redis_that_changes(url: str) -> None:
-    async def body() -> None:
-        redis = Redis.from_url(url)
-        async with registry(url, ttl=1.0) as worker, registry(url, ttl=60.0, heartbeat=50.0) as reader:
-            published_at = time.monotonic()
-            await worker.publish(lambda: LEASE)
-            await reader.watch("verifier")
-            await worker.close()
-            await redis.delete("eyas:lease:verifier:one")
-
-            async def is_forgotten() -> bool:
-                await redis.set("eyas:contents", f"{time.monotonic()}")
-                await reader.refresh()
-                return reader.known("verifier") == ()
-
-            is_early = not await is_forgotten()
-            assert is_early or time.monotonic() - published_at > 1.0
-            await until(is_forgotten)
-        await redis.aclose()
-
-    asyncio.run(body())
+            assert reader.known("verifier") == (LEASE,)
+        clock.now += 60.0
+        await reader.refresh()
+        assert reader.known("verifier") == ()
+    await redis.aclose()
 
 
-def test_an_unchanged_lease_is_checked_once(url: str, tmp_path: Path) -> None:
+async def test_no_worker_outlives_its_lease_by_a_redis_that_changes(url: str) -> None:
+    redis = Redis.from_url(url)
+    async with registry(url, ttl=1.0) as worker, registry(url, ttl=60.0, heartbeat=50.0) as reader:
+        published_at = time.monotonic()
+        await worker.publish(lambda: LEASE)
+        await reader.watch("verifier")
+        await worker.close()
+        await redis.delete("eyas:lease:verifier:one")
+
+        async def is_forgotten() -> bool:
+            await redis.set("eyas:contents", f"{time.monotonic()}")
+            await reader.refresh()
+            return reader.known("verifier") == ()
+
+        is_early = not await is_forgotten()
+        assert is_early or time.monotonic() - published_at > 1.0
+        await until(is_forgotten)
+    await redis.aclose()
+
+
+async def test_an_unchanged_lease_is_checked_once(url: str, tmp_path: Path) -> None:
     class Counting(SharedToken):
         num_checks = 0
 
@@ -193,113 +169,95 @@ def test_an_unchanged_lease_is_checked_once(url: str, tmp_path: Path) -> None:
             self.num_checks += 1
             return super().has_signed(message, signature)
 
-    async def body() -> None:
-        (tmp_path / "token").write_text("t" * 32)
-        token = Counting(PeersConfig(token_file=str(tmp_path / "token")))
-        async with registry(url, 60.0, 50.0, token) as worker, registry(url, 60.0, 50.0, token) as reader:
-            await worker.publish(lambda: LEASE)
-            for _ in range(3):
-                assert await reader.leases("verifier") == [LEASE]
-            assert token.num_checks == 1
-            await worker.write([replace(LEASE, load=Load(9))])
-            assert (await reader.leases("verifier"))[0].load == Load(9)
-            assert token.num_checks == 2
-
-    asyncio.run(body())
+    (tmp_path / "token").write_text("t" * 32)
+    token = Counting(PeersConfig(token_file=str(tmp_path / "token")))
+    async with registry(url, 60.0, 50.0, token) as worker, registry(url, 60.0, 50.0, token) as reader:
+        await worker.publish(lambda: LEASE)
+        for _ in range(3):
+            assert await reader.leases("verifier") == [LEASE]
+        assert token.num_checks == 1
+        await worker.write([replace(LEASE, load=Load(9))])
+        assert (await reader.leases("verifier"))[0].load == Load(9)
+        assert token.num_checks == 2
 
 
-def test_a_damaged_reply_fails_no_request(url: str) -> None:
-    async def body() -> None:
-        redis = Redis.from_url(url)
-        async with registry(url) as one:
-            for damaged in (b"\xff", b"{"):
-                await redis.set("eyas:placement:session", damaged)
-                assert await one.placement("session") is None
-                await one.place("session", Placement("v"))
-        await redis.aclose()
-
-    asyncio.run(body())
+async def test_a_damaged_reply_fails_no_request(url: str) -> None:
+    redis = Redis.from_url(url)
+    async with registry(url) as one:
+        for damaged in (b"\xff", b"{"):
+            await redis.set("eyas:placement:session", damaged)
+            assert await one.placement("session") is None
+            await one.place("session", Placement("v"))
+    await redis.aclose()
 
 
 TOKEN = SharedToken(PeersConfig(token_env="TOKEN"), {"TOKEN": "0123456789abcdef"})
 OTHER_TOKEN = SharedToken(PeersConfig(token_env="TOKEN"), {"TOKEN": "fedcba9876543210"})
 
 
-def test_only_leases_signed_with_the_token_are_read(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        forged = [replace(LEASE, incarnation="without", address="h:1"), replace(LEASE, incarnation="other", address="h:2")]
-        async with (
-            registry(url, token=TOKEN) as worker,
-            registry(url, token=TOKEN) as reader,
-            registry(url) as without,
-            registry(url, token=OTHER_TOKEN) as other,
-        ):
-            await worker.publish(lambda: LEASE)
-            await without.publish(lambda: forged[0])
-            await other.publish(lambda: forged[1])
-            assert await reader.leases("verifier") == [LEASE]
-            assert len(await without.leases("verifier")) == 3
-
-    asyncio.run(body())
+async def test_only_leases_signed_with_the_token_are_read(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    forged = [replace(LEASE, incarnation="without", address="h:1"), replace(LEASE, incarnation="other", address="h:2")]
+    async with (
+        registry(url, token=TOKEN) as worker,
+        registry(url, token=TOKEN) as reader,
+        registry(url) as without,
+        registry(url, token=OTHER_TOKEN) as other,
+    ):
+        await worker.publish(lambda: LEASE)
+        await without.publish(lambda: forged[0])
+        await other.publish(lambda: forged[1])
+        assert await reader.leases("verifier") == [LEASE]
+        assert len(await without.leases("verifier")) == 3
     assert "ignored the lease of verifier without: it is not signed with the shared token" in caplog.text
     assert "ignored the lease of verifier other: it is not signed with the shared token" in caplog.text
 
 
-def test_a_signed_lease_is_no_lease_elsewhere_or_later(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        redis = Redis.from_url(url)
-        async with registry(url, token=TOKEN) as worker, registry(url, token=TOKEN) as reader:
-            await worker.publish(lambda: LEASE)
-            signed = await redis.get("eyas:lease:verifier:one")
-            changed = signed.replace(b"127.0.0.1:1", b"127.0.0.1:2")
-            assert changed != signed
-            for role, incarnation, value in (
-                ("draft", "one", signed),
-                ("verifier", "two", signed),
-                ("verifier", "three", changed),
-            ):
-                await redis.sadd(f"eyas:leases:{role}", incarnation)
-                await redis.set(f"eyas:lease:{role}:{incarnation}", value)
-            assert (await reader.leases("verifier"), await reader.leases("draft")) == ([LEASE], [])
-            await worker.withdraw()
-            async with registry(url, ttl=1.0, token=TOKEN) as brief:
-                await brief.publish(lambda: LEASE)
-                while (signed := await redis.get("eyas:lease:verifier:one")) is None:
-                    pass  # it had run out before its next heartbeat
-            await redis.sadd("eyas:leases:verifier", "one")
-            await redis.set("eyas:lease:verifier:one", signed)
+async def test_a_signed_lease_is_no_lease_elsewhere_or_later(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    redis = Redis.from_url(url)
+    async with registry(url, token=TOKEN) as worker, registry(url, token=TOKEN) as reader:
+        await worker.publish(lambda: LEASE)
+        signed = await redis.get("eyas:lease:verifier:one")
+        changed = signed.replace(b"127.0.0.1:1", b"127.0.0.1:2")
+        assert changed != signed
+        for role, incarnation, value in (
+            ("draft", "one", signed),
+            ("verifier", "two", signed),
+            ("verifier", "three", changed),
+        ):
+            await redis.sadd(f"eyas:leases:{role}", incarnation)
+            await redis.set(f"eyas:lease:{role}:{incarnation}", value)
+        assert (await reader.leases("verifier"), await reader.leases("draft")) == ([LEASE], [])
+        await worker.withdraw()
+        async with registry(url, ttl=1.0, token=TOKEN) as brief:
+            await brief.publish(lambda: LEASE)
+            while (signed := await redis.get("eyas:lease:verifier:one")) is None:
+                pass  # it had run out before its next heartbeat
+        await redis.sadd("eyas:leases:verifier", "one")
+        await redis.set("eyas:lease:verifier:one", signed)
 
-            async def is_refused() -> bool:
-                return await reader.leases("verifier") == []
+        async def is_refused() -> bool:
+            return await reader.leases("verifier") == []
 
-            await until(is_refused)
-        await redis.aclose()
-
-    asyncio.run(body())
+        await until(is_refused)
+    await redis.aclose()
     for reason in ("it is the lease of verifier one", "it is not signed"):
         assert reason in caplog.text
 
 
-def test_a_placement_is_found_again(url: str) -> None:
-    async def body() -> None:
-        async with registry(url) as one, registry(url) as other:
-            await one.place("session", Placement("v", "d"))
-            assert await other.placement("session") == Placement("v", "d")
-            assert await other.placement("unknown") is None
-
-    asyncio.run(body())
+async def test_a_placement_is_found_again(url: str) -> None:
+    async with registry(url) as one, registry(url) as other:
+        await one.place("session", Placement("v", "d"))
+        assert await other.placement("session") == Placement("v", "d")
+        assert await other.placement("unknown") is None
 
 
-def test_a_placement_that_does_not_parse_is_none(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        redis = Redis.from_url(url)
-        async with registry(url) as one:
-            for text in ("{", '{"drafter": "d"}', "7"):
-                await redis.set("eyas:placement:session", text)
-                assert await one.placement("session") is None
-        await redis.aclose()
-
-    asyncio.run(body())
+async def test_a_placement_that_does_not_parse_is_none(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    redis = Redis.from_url(url)
+    async with registry(url) as one:
+        for text in ("{", '{"drafter": "d"}', "7"):
+            await redis.set("eyas:placement:session", text)
+            assert await one.placement("session") is None
+    await redis.aclose()
     assert "does not parse" in caplog.text
 
 
@@ -310,10 +268,9 @@ def test_a_url_that_redis_does_not_take_is_a_clear_mistake(url: str) -> None:
     assert "secret" not in str(raised.value)
 
 
-def test_known_leases_survive_a_redis_outage_or_empty_restart(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+async def test_known_leases_survive_a_redis_outage_or_empty_restart(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
     port = free_port()
-
-    async def body() -> None:
+    with caplog.at_level(logging.INFO):
         with running_redis(port) as url:
             worker, reader = (Registry(RegistryConfig(url, 60.0, 0.05)) for _ in range(2))
             await worker.publish(lambda: LEASE)
@@ -341,26 +298,19 @@ def test_known_leases_survive_a_redis_outage_or_empty_restart(caplog: pytest.Log
             await until(is_gone)
         await reader.close()
 
-    with caplog.at_level(logging.INFO):
-        asyncio.run(body())
 
-
-def test_a_worker_publishes_again_when_redis_returns(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_publishes_again_when_redis_returns(caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
     url = f"redis://127.0.0.1:{port}/0"
+    async with registry(url) as worker, registry(url) as reader:
+        await worker.publish(lambda: LEASE)
+        await reader.watch("verifier")
+        assert reader.known("verifier") == ()
+        with running_redis(port):
 
-    async def body() -> None:
-        async with registry(url) as worker, registry(url) as reader:
-            await worker.publish(lambda: LEASE)
-            await reader.watch("verifier")
-            assert reader.known("verifier") == ()
-            with running_redis(port):
+            async def is_known() -> bool:
+                return reader.known("verifier") == (LEASE,)
 
-                async def is_known() -> bool:
-                    return reader.known("verifier") == (LEASE,)
-
-                await until(is_known)
-
-    asyncio.run(body())
+            await until(is_known)
     warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert 2 <= len(warnings) <= 4, "one per registry and outage"

@@ -164,28 +164,25 @@ def test_waiting_requests_merge_into_a_call_once_per_session() -> None:
     assert worker.load().num_running == 1
 
 
-def test_a_drafter_that_breaks_for_good_ends_its_service(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_drafter_that_breaks_for_good_ends_its_service(caplog: pytest.LogCaptureFixture) -> None:
     class Breaking(ToyDrafter):
         def release(self, sessions: Sequence[str]) -> None:
             raise ZeroDivisionError("a drafter that breaks its contract")
 
-    async def body() -> None:
-        port = free_port()
-        registry, server = RegistryConfig("redis://127.0.0.1:1/0"), ServerConfig(port=port, graceful_shutdown_timeout_s=60)
-        config = DraftConfig("toy", "", "", "suffix", server=server, registry=registry)
-        service = asyncio.create_task(serve_drafters(config, [(Breaking(), INFO)]))
-        async with open_channel(f"127.0.0.1:{port}") as channel:
-            stub = draft_pb2_grpc.DraftStub(channel)
-            request = convert.draft_request_to_proto(DraftRequest(1, (GOOD,)))
-            stream, other = stub.Speculate(wait_for_ready=True), stub.Speculate(wait_for_ready=True)
-            for call in (other, stream):
-                await call.write(request)
-                assert roots(convert.draft_response_from_proto(await call.read())) == {"a": 14}
-            stream.cancel()
-            with pytest.raises(RequestFailed, match="the drafter broke"):
-                await asyncio.wait_for(service, 30)
-
-    asyncio.run(body())
+    port = free_port()
+    registry, server = RegistryConfig("redis://127.0.0.1:1/0"), ServerConfig(port=port, graceful_shutdown_timeout_s=60)
+    config = DraftConfig("toy", "", "", "suffix", server=server, registry=registry)
+    service = asyncio.create_task(serve_drafters(config, [(Breaking(), INFO)]))
+    async with open_channel(f"127.0.0.1:{port}") as channel:
+        stub = draft_pb2_grpc.DraftStub(channel)
+        request = convert.draft_request_to_proto(DraftRequest(1, (GOOD,)))
+        stream, other = stub.Speculate(wait_for_ready=True), stub.Speculate(wait_for_ready=True)
+        for call in (other, stream):
+            await call.write(request)
+            assert roots(convert.draft_response_from_proto(await call.read())) == {"a": 14}
+        stream.cancel()
+        with pytest.raises(RequestFailed, match="the drafter broke"):
+            await asyncio.wait_for(service, 30)
     assert "ZeroDivisionError" in caplog.text
 
 

@@ -1,6 +1,5 @@
 """The example configs are what the services take, can be bound, and the parts of each cluster fit together."""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,28 +40,25 @@ async def enter(config: ServerConfig) -> None:
 
 @pytest.mark.parametrize("place", ["local", "gpu"])
 @pytest.mark.parametrize(("role", "kind"), [("verifier", VerifierConfig), ("draft", DraftConfig)])
-def test_the_example_worker_config_can_listen_and_be_found(place: str, role: str, kind: type) -> None:
-    asyncio.run(enter(load(kind, CONFIGS / place / f"{role}.yaml").server))
+async def test_the_example_worker_config_can_listen_and_be_found(place: str, role: str, kind: type) -> None:
+    await enter(load(kind, CONFIGS / place / f"{role}.yaml").server)
 
 
 @pytest.mark.parametrize("place", ["local", "gpu"])
-def test_the_example_router_config_can_listen(place: str) -> None:
-    async def listen() -> None:
-        config = load(RouterConfig, CONFIGS / place / "router.yaml")
-        server = RpcServer(replace(config.server, port=0))
-        await server.start([])
-        await server.stop(0)
-        listener = HttpServer(FastAPI(), replace(config.http, port=0), config.tls)
-        await listener.start()
-        await listener.stop(0)
-
-    asyncio.run(listen())
+async def test_the_example_router_config_can_listen(place: str) -> None:
+    config = load(RouterConfig, CONFIGS / place / "router.yaml")
+    server = RpcServer(replace(config.server, port=0))
+    await server.start([])
+    await server.stop(0)
+    listener = HttpServer(FastAPI(), replace(config.http, port=0), config.tls)
+    await listener.start()
+    await listener.stop(0)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
-def test_an_unreachable_worker_is_not_registered(host: str) -> None:
+async def test_an_unreachable_worker_is_not_registered(host: str) -> None:
     with pytest.raises(ConfigError, match=r"set server\.advertise"):
-        asyncio.run(enter(ServerConfig(host=host)))
+        await enter(ServerConfig(host=host))
 
 
 def test_every_example_is_tested() -> None:

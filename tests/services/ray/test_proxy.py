@@ -44,42 +44,33 @@ class Handler:
             raise
 
 
-def test_messages_pass_unchanged_and_errors_end_the_stream() -> None:
-    async def read() -> None:
-        stream = read_in_task(Handler(3, RuntimeError("lost")), None, Call())
-        assert [await anext(stream) for _ in range(3)] == [b"0", b"1", b"2"]
-        with pytest.raises(RuntimeError, match="lost"):
-            await anext(stream)
-
-    asyncio.run(read())
+async def test_messages_pass_unchanged_and_errors_end_the_stream() -> None:
+    stream = read_in_task(Handler(3, RuntimeError("lost")), None, Call())
+    assert [await anext(stream) for _ in range(3)] == [b"0", b"1", b"2"]
+    with pytest.raises(RuntimeError, match="lost"):
+        await anext(stream)
 
 
 @pytest.mark.parametrize("num_read", [1, 3])
-def test_closing_cancels_the_handler_reading_or_waiting(num_read: int) -> None:
-    async def leave() -> None:
-        handler = Handler(3)
-        stream = read_in_task(handler, None, Call())
-        for _ in range(num_read):
-            await anext(stream)
-        await asyncio.sleep(0)
-        await stream.aclose()
-        assert handler.left.is_set()
-
-    asyncio.run(leave())
+async def test_closing_cancels_the_handler_reading_or_waiting(num_read: int) -> None:
+    handler = Handler(3)
+    stream = read_in_task(handler, None, Call())
+    for _ in range(num_read):
+        await anext(stream)
+    await asyncio.sleep(0)
+    await stream.aclose()
+    assert handler.left.is_set()
 
 
-def test_a_cancelled_call_cancels_the_handler() -> None:
-    async def cancel() -> None:
-        handler = Handler(2)
+async def test_a_cancelled_call_cancels_the_handler() -> None:
+    handler = Handler(2)
 
-        async def call() -> None:
-            async for _ in read_in_task(handler, None, Call()):
-                pass
+    async def call() -> None:
+        async for _ in read_in_task(handler, None, Call()):
+            pass
 
-        task = asyncio.create_task(call())
-        await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        await asyncio.wait_for(handler.left.wait(), 5)
-
-    asyncio.run(cancel())
+    task = asyncio.create_task(call())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.wait_for(handler.left.wait(), 5)

@@ -71,7 +71,7 @@ def test_lateness_scales_drafters_within_bounds(
     assert min(occupancy, 2) <= few.demand(max_late_ratio) <= many.demand(max_late_ratio) <= 2
 
 
-def test_a_hosted_service_reports_ready_stop_and_failure() -> None:
+async def test_a_hosted_service_reports_ready_stop_and_failure() -> None:
     async def serve(runner: ServiceRunner, breaks: bool) -> None:
         with runner.stop_requested() as stop:
             runner.ready("here:1")
@@ -79,17 +79,14 @@ def test_a_hosted_service_reports_ready_stop_and_failure() -> None:
                 raise ConfigError("the port is gone")
             await stop.wait()
 
-    async def host() -> None:
-        hosted = WorkerReplica()
-        await hosted.start(lambda runner: serve(runner, breaks=False))
-        hosted.check_health()
-        await hosted.stop()
-        hosted.check_health()
-        broken = WorkerReplica()
-        with pytest.raises(ConfigError, match="the port is gone"):
-            await broken.start(lambda runner: serve(runner, breaks=True))
-        ended = WorkerReplica()
-        with pytest.raises(RequestFailed, match="ended"):
-            await ended.start(lambda runner: asyncio.sleep(0))
-
-    asyncio.run(host())
+    hosted = WorkerReplica()
+    await hosted.start(lambda runner: serve(runner, breaks=False))
+    hosted.check_health()
+    await hosted.stop()
+    hosted.check_health()
+    broken = WorkerReplica()
+    with pytest.raises(ConfigError, match="the port is gone"):
+        await broken.start(lambda runner: serve(runner, breaks=True))
+    ended = WorkerReplica()
+    with pytest.raises(RequestFailed, match="ended"):
+        await ended.start(lambda runner: asyncio.sleep(0))

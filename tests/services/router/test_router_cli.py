@@ -80,119 +80,92 @@ def run(arguments: Sequence[str], text: str, environment: Mapping[str, str]) -> 
     return Outcome(status or 0, out.getvalue(), err.getvalue())
 
 
-def test_generate_streams_the_text_and_ends_with_statistics(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), router(url) as address:
-            arguments = ("generate", PROMPT_TEXT, "--max-tokens", str(len(REST)))
-            outcome = await ended(await started(*arguments, EYAS_ADDRESS=address))
-        assert (outcome.status, outcome.err) == (0, "")
-        assert outcome.out.startswith(TEXT.removeprefix(PROMPT_TEXT))
-        assert f"{len(REST)} tokens" in outcome.out
-        assert "accepted draft tokens" in outcome.out
-
-    asyncio.run(body())
+async def test_generate_streams_the_text_and_ends_with_statistics(url: str) -> None:
+    async with worker(url, Script(TOKENS)), router(url) as address:
+        arguments = ("generate", PROMPT_TEXT, "--max-tokens", str(len(REST)))
+        outcome = await ended(await started(*arguments, EYAS_ADDRESS=address))
+    assert (outcome.status, outcome.err) == (0, "")
+    assert outcome.out.startswith(TEXT.removeprefix(PROMPT_TEXT))
+    assert f"{len(REST)} tokens" in outcome.out
+    assert "accepted draft tokens" in outcome.out
 
 
-def test_generate_shows_accepted_tokens_in_their_own_style(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), router(url) as address:
-            arguments = ("generate", PROMPT_TEXT, "--max-tokens", "3", "--address", address)
-            outcome = await eyas(*arguments, NO_COLOR="", FORCE_COLOR="1", TERM="xterm")
-        first, second, third = (load_tokenizer(DEMO).decode([token]) for token in REST[:3])
-        assert f"{GREEN}{first}\x1b[0m{GREEN}{second}\x1b[0m{YELLOW}{third}\x1b[0m" in outcome.out
-
-    asyncio.run(body())
+async def test_generate_shows_accepted_tokens_in_their_own_style(url: str) -> None:
+    async with worker(url, Script(TOKENS)), router(url) as address:
+        arguments = ("generate", PROMPT_TEXT, "--max-tokens", "3", "--address", address)
+        outcome = await eyas(*arguments, NO_COLOR="", FORCE_COLOR="1", TERM="xterm")
+    first, second, third = (load_tokenizer(DEMO).decode([token]) for token in REST[:3])
+    assert f"{GREEN}{first}\x1b[0m{GREEN}{second}\x1b[0m{YELLOW}{third}\x1b[0m" in outcome.out
 
 
-def test_json_gives_one_object_per_chunk_and_one_with_statistics(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script), router(url) as address:
-            options = ("--max-tokens", "7", "--seed", "9", "--top-k", "4", "--stop", "nowhere", "--json")
-            outcome = await eyas("generate", PROMPT_TEXT, "--address", address, *options)
-        *chunks, final = map(json.loads, outcome.out.splitlines())
-        assert [token for chunk in chunks for token in chunk["token_ids"]] == list(REST[:7])
-        assert "".join(chunk["text"] for chunk in chunks) == load_tokenizer(DEMO).decode(REST[:7])
-        assert chunks[0]["seed"] == 9
-        assert (final["finish_reason"], final["num_output_tokens"]) == ("length", 7)
-        assert final["stats"]["num_verify_steps"] == 3
-        assert script.calls[0].request.sampling.top_k == 4
-
-    asyncio.run(body())
+async def test_json_gives_one_object_per_chunk_and_one_with_statistics(url: str) -> None:
+    script = Script(TOKENS)
+    async with worker(url, script), router(url) as address:
+        options = ("--max-tokens", "7", "--seed", "9", "--top-k", "4", "--stop", "nowhere", "--json")
+        outcome = await eyas("generate", PROMPT_TEXT, "--address", address, *options)
+    *chunks, final = map(json.loads, outcome.out.splitlines())
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == list(REST[:7])
+    assert "".join(chunk["text"] for chunk in chunks) == load_tokenizer(DEMO).decode(REST[:7])
+    assert chunks[0]["seed"] == 9
+    assert (final["finish_reason"], final["num_output_tokens"]) == ("length", 7)
+    assert final["stats"]["num_verify_steps"] == 3
+    assert script.calls[0].request.sampling.top_k == 4
 
 
-def test_a_refused_request_is_one_line_on_stderr(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), router(url) as address:
-            outcome = await eyas("generate", "", "--address", address)
-        assert (outcome.status, outcome.out) == (1, "")
-        assert outcome.err == "error: INVALID_ARGUMENT: the prompt is empty; give at least one token\n"
-
-    asyncio.run(body())
+async def test_a_refused_request_is_one_line_on_stderr(url: str) -> None:
+    async with worker(url, Script(TOKENS)), router(url) as address:
+        outcome = await eyas("generate", "", "--address", address)
+    assert (outcome.status, outcome.out) == (1, "")
+    assert outcome.err == "error: INVALID_ARGUMENT: the prompt is empty; give at least one token\n"
 
 
-def test_a_router_that_is_not_there_is_one_line_on_stderr() -> None:
-    outcome = asyncio.run(eyas("generate", "x", "--address", f"127.0.0.1:{free_port()}"))
+async def test_a_router_that_is_not_there_is_one_line_on_stderr() -> None:
+    outcome = await eyas("generate", "x", "--address", f"127.0.0.1:{free_port()}")
     assert (outcome.status, outcome.err.count("\n")) == (1, 1)
     assert outcome.err.startswith("error: UNAVAILABLE: ")
 
 
-def test_a_prompt_comes_from_standard_input(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), router(url) as address:
-            outcome = await eyas("generate", "--address", address, "--max-tokens", "7", "--json", text=PROMPT_TEXT)
-        assert (outcome.status, outcome.err) == (0, "")
-        chunks = [json.loads(line) for line in outcome.out.splitlines()]
-        assert [token for chunk in chunks for token in chunk.get("token_ids", ())] == list(REST[:7])
-
-    asyncio.run(body())
+async def test_a_prompt_comes_from_standard_input(url: str) -> None:
+    async with worker(url, Script(TOKENS)), router(url) as address:
+        outcome = await eyas("generate", "--address", address, "--max-tokens", "7", "--json", text=PROMPT_TEXT)
+    assert (outcome.status, outcome.err) == (0, "")
+    chunks = [json.loads(line) for line in outcome.out.splitlines()]
+    assert [token for chunk in chunks for token in chunk.get("token_ids", ())] == list(REST[:7])
 
 
-def test_chat_streams_the_answers_of_a_url(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url) as base:
-            options = ("--temperature", "0", "--max-tokens", str(len(REST)))
-            outcome = await eyas("chat", base, *options, text=f"{PROMPT_TEXT}\n/exit\n")
-        assert outcome == Outcome(0, f"{REST_TEXT}\n", "")
-
-    asyncio.run(body())
+async def test_chat_streams_the_answers_of_a_url(url: str) -> None:
+    async with worker(url, Script(TOKENS)), http_router(url) as base:
+        options = ("--temperature", "0", "--max-tokens", str(len(REST)))
+        outcome = await eyas("chat", base, *options, text=f"{PROMPT_TEXT}\n/exit\n")
+    assert outcome == Outcome(0, f"{REST_TEXT}\n", "")
 
 
-def test_a_failed_handshake_is_one_line_on_stderr(url: str) -> None:
-    async def body() -> None:
-        async with router(url) as address:
-            outcome = await eyas("generate", "x", "--address", address, "--tls")
-        assert (outcome.status, outcome.err.count("\n")) == (1, 1)
-        assert "whether it speaks TLS" in outcome.err
-
-    asyncio.run(body())
+async def test_a_failed_handshake_is_one_line_on_stderr(url: str) -> None:
+    async with router(url) as address:
+        outcome = await eyas("generate", "x", "--address", address, "--tls")
+    assert (outcome.status, outcome.err.count("\n")) == (1, 1)
+    assert "whether it speaks TLS" in outcome.err
 
 
-def test_ctrl_c_cancels_the_request(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS, stalls_after=1)
-        async with worker(url, script), router(url) as address:
-            process = await started("generate", PROMPT_TEXT, "--address", address, "--json")
-            try:
-                assert process.stdout is not None
-                await process.stdout.readline()
-                process.send_signal(signal.SIGINT)
-                _, err = await asyncio.wait_for(process.communicate(), 20)
-                await until(lambda: script.num_cancelled == 1)
-            finally:
-                if process.returncode is None:
-                    process.kill()
-        assert (process.returncode, err.strip()) == (130, b"")
-
-    asyncio.run(body())
+async def test_ctrl_c_cancels_the_request(url: str) -> None:
+    script = Script(TOKENS, stalls_after=1)
+    async with worker(url, script), router(url) as address:
+        process = await started("generate", PROMPT_TEXT, "--address", address, "--json")
+        try:
+            assert process.stdout is not None
+            await process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            _, err = await asyncio.wait_for(process.communicate(), 20)
+            await until(lambda: script.num_cancelled == 1)
+        finally:
+            if process.returncode is None:
+                process.kill()
+    assert (process.returncode, err.strip()) == (130, b"")
 
 
-def test_models_lists_what_is_served(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), router(url) as address:
-            outcome = await eyas("models", "--address", address)
-        assert outcome.status == 0
-        assert "demo" in outcome.out
-        assert "2048" in outcome.out
-
-    asyncio.run(body())
+async def test_models_lists_what_is_served(url: str) -> None:
+    async with worker(url, Script(TOKENS)), router(url) as address:
+        outcome = await eyas("models", "--address", address)
+    assert outcome.status == 0
+    assert "demo" in outcome.out
+    assert "2048" in outcome.out

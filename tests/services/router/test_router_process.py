@@ -58,23 +58,20 @@ def registry(url: str) -> list[str]:
     return [f"registry.url={url}", "registry.heartbeat_interval_s=0.1"]
 
 
-def test_a_router_drains_running_requests_on_sigterm(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), process(MODELS, *registry(url)) as child:
-            assert "demo" in await line_with(child, "config models = ")
-            found = re.search(r"serving on (\S+)", await line_with(child, "serving on"))
-            assert found
-            async with open_channel(found[1]) as channel:
-                answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL), wait_for_ready=True)
-                first = await answers.read()
-                child.send_signal(signal.SIGTERM)
-                rest = [message async for message in remaining(answers)]
-            assert [token for message in (first, *rest) for token in message.token_ids] == list(REST)
-            assert "stopping" in await line_with(child, "stopping")
-            status, _ = await exit_of(child)
-            assert status == 0
-
-    asyncio.run(body())
+async def test_a_router_drains_running_requests_on_sigterm(url: str) -> None:
+    async with worker(url, Script(TOKENS)), process(MODELS, *registry(url)) as child:
+        assert "demo" in await line_with(child, "config models = ")
+        found = re.search(r"serving on (\S+)", await line_with(child, "serving on"))
+        assert found
+        async with open_channel(found[1]) as channel:
+            answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL), wait_for_ready=True)
+            first = await answers.read()
+            child.send_signal(signal.SIGTERM)
+            rest = [message async for message in remaining(answers)]
+        assert [token for message in (first, *rest) for token in message.token_ids] == list(REST)
+        assert "stopping" in await line_with(child, "stopping")
+        status, _ = await exit_of(child)
+        assert status == 0
 
 
 async def remaining(stream: Any) -> AsyncIterator[Any]:
@@ -82,27 +79,23 @@ async def remaining(stream: Any) -> AsyncIterator[Any]:
         yield message
 
 
-def test_keys_are_checked_before_a_message_is_read(tmp_path: Path) -> None:
+async def test_keys_are_checked_before_a_message_is_read(tmp_path: Path) -> None:
     """Also without Redis, when the router is not ready, with a reason."""
-
-    async def body() -> grpc.StatusCode:
-        keys = tmp_path / "keys"
-        keys.write_text("secret")
-        async with process(MODELS, *registry("redis://me:secret@127.0.0.1:1/0"), f"api_keys.file={keys}") as child:
-            assert child.stderr is not None
-            lines = ""
-            async with asyncio.timeout(120):
-                while not ("is away" in lines and "serving on" in lines):
-                    lines += (await child.stderr.readline()).decode()
-            assert "secret" not in lines
-            found = re.search(r"serving on (\S+)", lines)
-            assert found
-            async with open_channel(found[1]) as channel:
-                generate = channel.stream_stream("/eyas.v1.Generation/Generate")
-                while (code := await generate(timeout=20).code()) is grpc.StatusCode.UNAVAILABLE:
-                    pass  # the connection took too long, on a busy machine
-            child.send_signal(signal.SIGINT)
-            assert (await exit_of(child))[0] == 0
-            return code
-
-    assert asyncio.run(body()) is grpc.StatusCode.UNAUTHENTICATED
+    keys = tmp_path / "keys"
+    keys.write_text("secret")
+    async with process(MODELS, *registry("redis://me:secret@127.0.0.1:1/0"), f"api_keys.file={keys}") as child:
+        assert child.stderr is not None
+        lines = ""
+        async with asyncio.timeout(120):
+            while not ("is away" in lines and "serving on" in lines):
+                lines += (await child.stderr.readline()).decode()
+        assert "secret" not in lines
+        found = re.search(r"serving on (\S+)", lines)
+        assert found
+        async with open_channel(found[1]) as channel:
+            generate = channel.stream_stream("/eyas.v1.Generation/Generate")
+            while (code := await generate(timeout=20).code()) is grpc.StatusCode.UNAVAILABLE:
+                pass  # the connection took too long, on a busy machine
+        child.send_signal(signal.SIGINT)
+        assert (await exit_of(child))[0] == 0
+    assert code is grpc.StatusCode.UNAUTHENTICATED

@@ -48,38 +48,32 @@ def unchecked(**sampling: object) -> GenerateCall:
     return request_with(sampling=strategies.unchecked(CALL.request.sampling, **sampling))
 
 
-def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), router(url) as address:
-            chunks = await send(address, replace(request_with(prompt_ids=()), prompt_text=PROMPT_TEXT))
-        assert PROMPT_TEXT + text_of(chunks) == TEXT
-        assert tokens_of(chunks) == REST
-        assert [chunk.seed is None for chunk in chunks] == [False] + [True] * (len(chunks) - 1)
-        assert all(sum(chunk.text_lengths) == len(chunk.text) for chunk in chunks)
-        totals = chunks[-1].totals
-        assert totals is not None
-        assert totals.stats is not None
-        assert (totals.num_prompt_tokens, totals.num_output_tokens) == (len(PROMPT), len(REST))
-        assert totals.num_cached_tokens == len(PROMPT) - 1
-        assert totals.stats.num_emitted == len(REST)
-        assert totals.stats.num_verify_steps == len(chunks)
-
-    asyncio.run(body())
+async def test_text_goes_in_and_text_with_totals_comes_out(url: str) -> None:
+    async with worker(url, Script(TOKENS)), router(url) as address:
+        chunks = await send(address, replace(request_with(prompt_ids=()), prompt_text=PROMPT_TEXT))
+    assert PROMPT_TEXT + text_of(chunks) == TEXT
+    assert tokens_of(chunks) == REST
+    assert [chunk.seed is None for chunk in chunks] == [False] + [True] * (len(chunks) - 1)
+    assert all(sum(chunk.text_lengths) == len(chunk.text) for chunk in chunks)
+    totals = chunks[-1].totals
+    assert totals is not None
+    assert totals.stats is not None
+    assert (totals.num_prompt_tokens, totals.num_output_tokens) == (len(PROMPT), len(REST))
+    assert totals.num_cached_tokens == len(PROMPT) - 1
+    assert totals.stats.num_emitted == len(REST)
+    assert totals.stats.num_verify_steps == len(chunks)
 
 
-def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script), router(url) as address:
-            chunks = await send(address, call_with(stop=("Eagle",)))
-            await until(lambda: script.num_cancelled == 1)
-        assert text_of(chunks) == TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
-        assert chunks[-1].chunk.finish_reason == "stop"
-        assert load_tokenizer(DEMO).decode(tokens_of(chunks)).endswith("Eagle")
-        assert chunks[-1].totals is not None
-        assert chunks[-1].totals.num_output_tokens == len(tokens_of(chunks))
-
-    asyncio.run(body())
+async def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
+    script = Script(TOKENS)
+    async with worker(url, script), router(url) as address:
+        chunks = await send(address, call_with(stop=("Eagle",)))
+        await until(lambda: script.num_cancelled == 1)
+    assert text_of(chunks) == TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
+    assert chunks[-1].chunk.finish_reason == "stop"
+    assert load_tokenizer(DEMO).decode(tokens_of(chunks)).endswith("Eagle")
+    assert chunks[-1].totals is not None
+    assert chunks[-1].totals.num_output_tokens == len(tokens_of(chunks))
 
 
 @pytest.mark.parametrize(
@@ -100,42 +94,33 @@ def test_a_stop_string_ends_the_text_and_the_verifier(url: str) -> None:
         (replace(CALL, model="other"), "NOT_FOUND", "'other' is not served here; known: demo"),
     ],
 )
-def test_a_bad_request_is_rejected_at_the_router_with_a_reason(
+async def test_a_bad_request_is_rejected_at_the_router_with_a_reason(
     url: str, call: GenerateCall, status: str, message: str
 ) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script), router(url) as address:
-            code, details = await failure(address, call)
-            assert (code.name, script.calls) == (status, [])
-            assert message in details
-
-    asyncio.run(body())
+    script = Script(TOKENS)
+    async with worker(url, script), router(url) as address:
+        code, details = await failure(address, call)
+        assert (code.name, script.calls) == (status, [])
+        assert message in details
 
 
-def test_a_request_without_a_drafter_may_still_get_one_later(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script), router(url) as address:
-            await send(address, CALL)
-        assert [call.drafter for call in script.calls] == [""]
-
-    asyncio.run(body())
+async def test_a_request_without_a_drafter_may_still_get_one_later(url: str) -> None:
+    script = Script(TOKENS)
+    async with worker(url, script), router(url) as address:
+        await send(address, CALL)
+    assert [call.drafter for call in script.calls] == [""]
 
 
-def test_a_text_far_too_long_is_rejected_before_it_is_encoded(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        call = replace(CALL, prompt_text="return " * 100_000)
-        async with worker(url, script), router(url) as address:
-            code, details = await failure(address, call)
-        assert (code.name, script.calls) == ("INVALID_ARGUMENT", [])
-        assert re.search(r"prompt of at least \d+ tokens exceeds the context of 2048", details)
-
-    asyncio.run(body())
+async def test_a_text_far_too_long_is_rejected_before_it_is_encoded(url: str) -> None:
+    script = Script(TOKENS)
+    call = replace(CALL, prompt_text="return " * 100_000)
+    async with worker(url, script), router(url) as address:
+        code, details = await failure(address, call)
+    assert (code.name, script.calls) == ("INVALID_ARGUMENT", [])
+    assert re.search(r"prompt of at least \d+ tokens exceeds the context of 2048", details)
 
 
-def test_others_are_served_while_a_long_text_is_encoded(url: str) -> None:
+async def test_others_are_served_while_a_long_text_is_encoded(url: str) -> None:
     started, done = threading.Event(), threading.Event()
 
     class Slow(Tokenizer):
@@ -144,107 +129,83 @@ def test_others_are_served_while_a_long_text_is_encoded(url: str) -> None:
             assert done.wait(30)
             return PROMPT
 
-    async def body() -> None:
-        slow = Slow(HuggingFaceTokenizer.from_file(f"{DEMO}/tokenizer.json"))
-        async with worker(url, Script(TOKENS)), router(url, tokenizer=slow) as address:
-            long = asyncio.create_task(send(address, replace(CALL, prompt_text="long")))
-            await until(started.is_set)
-            assert tokens_of(await send(address, CALL)) == REST
-            done.set()
-            assert tokens_of(await long) == REST
-
-    asyncio.run(body())
+    slow = Slow(HuggingFaceTokenizer.from_file(f"{DEMO}/tokenizer.json"))
+    async with worker(url, Script(TOKENS)), router(url, tokenizer=slow) as address:
+        long = asyncio.create_task(send(address, replace(CALL, prompt_text="long")))
+        await until(started.is_set)
+        assert tokens_of(await send(address, CALL)) == REST
+        done.set()
+        assert tokens_of(await long) == REST
 
 
-def test_a_request_goes_where_its_context_fits(url: str) -> None:
-    async def body() -> None:
-        short, long = Script(TOKENS), Script(TOKENS)
-        model = replace(MODEL, max_model_len=len(TOKENS) - 1)
-        async with worker(url, short, model=model, free_kv_tokens=99_999), worker(url, long), router(url) as address:
-            assert tokens_of(await send(address, CALL)) == REST
-            code, details = await failure(address, call_with(max_tokens=2048))
-        assert (len(short.calls), len(long.calls)) == (0, 1)
-        assert code.name == "INVALID_ARGUMENT"
-        assert "exceed the context length 2048" in details
-
-    asyncio.run(body())
+async def test_a_request_goes_where_its_context_fits(url: str) -> None:
+    short, long = Script(TOKENS), Script(TOKENS)
+    model = replace(MODEL, max_model_len=len(TOKENS) - 1)
+    async with worker(url, short, model=model, free_kv_tokens=99_999), worker(url, long), router(url) as address:
+        assert tokens_of(await send(address, CALL)) == REST
+        code, details = await failure(address, call_with(max_tokens=2048))
+    assert (len(short.calls), len(long.calls)) == (0, 1)
+    assert code.name == "INVALID_ARGUMENT"
+    assert "exceed the context length 2048" in details
 
 
-def test_models_are_listed_while_a_verifier_serves_them(url: str) -> None:
+async def test_models_are_listed_while_a_verifier_serves_them(url: str) -> None:
     async def names(address: str) -> list[str]:
         async with open_channel(address) as channel:
             return [model.name for model in (await GenerationStub(channel).ListModels(ListModelsRequest())).models]
 
-    async def body() -> None:
-        async with router(url) as address:
-            assert await names(address) == []
-        async with worker(url, Script(TOKENS)), router(url) as address:
-            assert await names(address) == ["demo"]
-
-    asyncio.run(body())
+    async with router(url) as address:
+        assert await names(address) == []
+    async with worker(url, Script(TOKENS)), router(url) as address:
+        assert await names(address) == ["demo"]
 
 
-def test_the_verifier_gets_the_full_request_a_drafter_and_a_seed(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:
-            await send(address, call_with(stop=("never seen",), top_k=5))
-            await send(address, replace(CALL, drafter=NO_DRAFTER))
-        assert [call.drafter for call in script.calls] == [drafter, NO_DRAFTER]
-        sampling = script.calls[0].request.sampling
-        assert (sampling.top_k, sampling.stop) == (5, ())
-        assert sampling.seed is not None
-        assert {(call.request.id, call.request.prompt_ids, call.model) for call in script.calls} == {("r", PROMPT, "demo")}
-
-    asyncio.run(body())
+async def test_the_verifier_gets_the_full_request_a_drafter_and_a_seed(url: str) -> None:
+    script = Script(TOKENS)
+    async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:
+        await send(address, call_with(stop=("never seen",), top_k=5))
+        await send(address, replace(CALL, drafter=NO_DRAFTER))
+    assert [call.drafter for call in script.calls] == [drafter, NO_DRAFTER]
+    sampling = script.calls[0].request.sampling
+    assert (sampling.top_k, sampling.stop) == (5, ())
+    assert sampling.seed is not None
+    assert {(call.request.id, call.request.prompt_ids, call.model) for call in script.calls} == {("r", PROMPT, "demo")}
 
 
-def test_a_drafter_that_its_verifier_does_not_know_is_left_out(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS, knows_drafters=False)
-        async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:
-            assert tokens_of(await send(address, CALL)) == REST
-            await send(address, replace(CALL, drafter="10.0.0.1:1"))
-        assert [call.drafter for call in script.calls] == [drafter, ""] * 2, "clients name no drafters"
-
-    asyncio.run(body())
+async def test_a_drafter_that_its_verifier_does_not_know_is_left_out(url: str) -> None:
+    script = Script(TOKENS, knows_drafters=False)
+    async with worker(url, script), worker(url, Script(()), "draft") as drafter, router(url) as address:
+        assert tokens_of(await send(address, CALL)) == REST
+        await send(address, replace(CALL, drafter="10.0.0.1:1"))
+    assert [call.drafter for call in script.calls] == [drafter, ""] * 2, "clients name no drafters"
 
 
-def test_the_verifiers_measurements_reach_the_client(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), router(url) as address, open_channel(address) as channel:
-            answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL))
-            assert [message async for message in answers]
-            assert (ROUND_TRIP_KEY, "0.5") in list(await answers.trailing_metadata())
-
-    asyncio.run(body())
+async def test_the_verifiers_measurements_reach_the_client(url: str) -> None:
+    async with worker(url, Script(TOKENS)), router(url) as address, open_channel(address) as channel:
+        answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL))
+        assert [message async for message in answers]
+        assert (ROUND_TRIP_KEY, "0.5") in list(await answers.trailing_metadata())
 
 
-def test_the_requests_of_a_session_share_a_verifier(url: str) -> None:
-    async def body() -> None:
-        scripts = [Script(TOKENS) for _ in range(3)]
-        call = request_with(session="s")
-        async with AsyncExitStack() as stack:
-            for script in scripts:
-                await stack.enter_async_context(worker(url, script))
-            address = await stack.enter_async_context(router(url))
-            await send(address, call)
-            for _ in range(3):
-                await asyncio.gather(send(address, call), send(address, call))
-        assert sorted(len(script.calls) for script in scripts) == [0, 0, 7]
-
-    asyncio.run(body())
+async def test_the_requests_of_a_session_share_a_verifier(url: str) -> None:
+    scripts = [Script(TOKENS) for _ in range(3)]
+    call = request_with(session="s")
+    async with AsyncExitStack() as stack:
+        for script in scripts:
+            await stack.enter_async_context(worker(url, script))
+        address = await stack.enter_async_context(router(url))
+        await send(address, call)
+        for _ in range(3):
+            await asyncio.gather(send(address, call), send(address, call))
+    assert sorted(len(script.calls) for script in scripts) == [0, 0, 7]
 
 
-def test_requests_without_a_session_spread_over_the_verifiers(url: str) -> None:
-    async def body() -> None:
-        gate = asyncio.Event()
-        one, other = Script(TOKENS, gate=gate), Script(TOKENS, gate=gate)
-        async with worker(url, one), worker(url, other), router(url) as address:
-            answers = [asyncio.create_task(send(address, CALL)) for _ in range(4)]
-            await until(lambda: len(one.calls) + len(other.calls) == 4)
-            gate.set()
-            await asyncio.gather(*answers)
-        assert (len(one.calls), len(other.calls)) == (2, 2)
-
-    asyncio.run(body())
+async def test_requests_without_a_session_spread_over_the_verifiers(url: str) -> None:
+    gate = asyncio.Event()
+    one, other = Script(TOKENS, gate=gate), Script(TOKENS, gate=gate)
+    async with worker(url, one), worker(url, other), router(url) as address:
+        answers = [asyncio.create_task(send(address, CALL)) for _ in range(4)]
+        await until(lambda: len(one.calls) + len(other.calls) == 4)
+        gate.set()
+        await asyncio.gather(*answers)
+    assert (len(one.calls), len(other.calls)) == (2, 2)

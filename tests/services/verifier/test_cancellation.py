@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -59,7 +58,7 @@ async def verifier(url: str, engine: Engine, left: threading.Event) -> AsyncIter
             await server.stop(0)
 
 
-def test_leaving_the_router_ends_the_request_with_the_next_step(url: str) -> None:
+async def test_leaving_the_router_ends_the_request_with_the_next_step(url: str) -> None:
     target = load_target(DEMO, "float32", "cpu", ())
     engine = assemble_engine(target, None, EngineConfig(max_kv_tokens=1024), TreeConfig(), None)
     step, steps, left = engine.step, list[list[Chunk]](), threading.Event()
@@ -71,15 +70,11 @@ def test_leaving_the_router_ends_the_request_with_the_next_step(url: str) -> Non
         return steps[-1]
 
     engine.step = watched  # type: ignore[method-assign]
-
-    async def body() -> None:
-        async with verifier(url, engine, left) as loop, router(url) as address, open_channel(address) as channel:
-            answers = generation_pb2_grpc.GenerationStub(channel).Generate(generate_call_to_proto(CALL), wait_for_ready=True)
-            await answers.read()
-            answers.cancel()
-            await until(lambda: len(steps) > 1 and loop.load.num_running == 0)
-
-    asyncio.run(body())
+    async with verifier(url, engine, left) as loop, router(url) as address, open_channel(address) as channel:
+        answers = generation_pb2_grpc.GenerationStub(channel).Generate(generate_call_to_proto(CALL), wait_for_ready=True)
+        await answers.read()
+        answers.cancel()
+        await until(lambda: len(steps) > 1 and loop.load.num_running == 0)
     reasons = [chunk.finish_reason for chunks in steps for chunk in chunks]
     assert reasons in ([None, "cancelled"], [None, None, "cancelled"])  # the step under way may end with its token first
     engine.check()

@@ -169,61 +169,53 @@ def test_a_draft_client_rejects_a_drafter_for_another_target(
         assert not remote.connected
 
 
-def test_each_drafter_has_a_lease_and_the_router_assigns_a_match(url: str) -> None:
+async def test_each_drafter_has_a_lease_and_the_router_assigns_a_match(url: str) -> None:
     models = [ModelInfo("one", "f1", 100, 1000, "h1"), ModelInfo("two", "f2", 100, 1000, "none")]
-
-    async def body() -> None:
-        config = DraftConfig(
-            "one", "t", "", "suffix", registry=RegistryConfig(url), server=ServerConfig(graceful_shutdown_timeout_s=0)
-        )
-        served = [(ToyDrafter(), replace(INFO, model=model)) for model in models]
-        registry, watcher = Registry(config.registry), Redis.from_url(url)
-        await registry.leases("draft")
-        before = {client["id"] for client in await watcher.client_list()}
-        service = asyncio.create_task(serve_drafters(config, served))
-        while len(leases := await registry.leases("draft")) < 2:
-            await asyncio.sleep(0.01)
-        assert (len({lease.address for lease in leases}), len({lease.incarnation for lease in leases})) == (1, 2)
-        new = {client["id"] for client in await watcher.client_list()} - before
-        await watcher.aclose()
-        assert len(new) == 1, "one connection carries all leases"
-        for name, fingerprint, digest in (("one", "f1", "h1"), ("two", "f2", "h9")):
-            verifier = Lease("verifier", "there", "v", ModelInfo(name, fingerprint, 100, 1000, digest), Load(1, 0, 99))
-            pair = pick(WorkerSnapshot([verifier], leases, {}), RoutingRequest(name, 10), RoutingConfig())
-            assert pair is not None
-            assert pair.drafter is not None
-            assert pair.drafter.model.name == name
-        service.cancel()
-        await asyncio.gather(service, return_exceptions=True)
-        assert await registry.leases("draft") == []
-        await registry.close()
-
-    asyncio.run(body())
+    config = DraftConfig(
+        "one", "t", "", "suffix", registry=RegistryConfig(url), server=ServerConfig(graceful_shutdown_timeout_s=0)
+    )
+    served = [(ToyDrafter(), replace(INFO, model=model)) for model in models]
+    registry, watcher = Registry(config.registry), Redis.from_url(url)
+    await registry.leases("draft")
+    before = {client["id"] for client in await watcher.client_list()}
+    service = asyncio.create_task(serve_drafters(config, served))
+    while len(leases := await registry.leases("draft")) < 2:
+        await asyncio.sleep(0.01)
+    assert (len({lease.address for lease in leases}), len({lease.incarnation for lease in leases})) == (1, 2)
+    new = {client["id"] for client in await watcher.client_list()} - before
+    await watcher.aclose()
+    assert len(new) == 1, "one connection carries all leases"
+    for name, fingerprint, digest in (("one", "f1", "h1"), ("two", "f2", "h9")):
+        verifier = Lease("verifier", "there", "v", ModelInfo(name, fingerprint, 100, 1000, digest), Load(1, 0, 99))
+        pair = pick(WorkerSnapshot([verifier], leases, {}), RoutingRequest(name, 10), RoutingConfig())
+        assert pair is not None
+        assert pair.drafter is not None
+        assert pair.drafter.model.name == name
+    service.cancel()
+    await asyncio.gather(service, return_exceptions=True)
+    assert await registry.leases("draft") == []
+    await registry.close()
 
 
 @pytest.mark.parametrize("kind", ["static", "kubernetes"])
-def test_every_drafter_of_a_service_is_found_without_leases(kind: str) -> None:
+async def test_every_drafter_of_a_service_is_found_without_leases(kind: str) -> None:
     models = [ModelInfo(name, f"f-{name}", 100, 1000, "none") for name in ("one", "two", "three")]
-
-    async def body() -> None:
-        port = free_port()
-        config = DraftConfig(
-            "one", "t", "", "suffix",
-            server=ServerConfig(port=port, graceful_shutdown_timeout_s=0), discovery=DiscoveryConfig(kind=kind),
-        )  # fmt: skip
-        served = [(ToyDrafter(), replace(INFO, model=model)) for model in models]
-        service = asyncio.create_task(serve_drafters(config, served))
-        async with discovering(settings("static", drafters=(f"127.0.0.1:{port}",)), "draft") as discovery:
-            await until(lambda: len(discovery.known("draft")) == 3)
-            leases = discovery.known("draft")
-            assert {lease.model.name for lease in leases} == {"one", "two", "three"}
-            assert len({lease.incarnation for lease in leases}) == 3
-            assert len({lease.process for lease in leases}) == 1
-            service.cancel()
-            await asyncio.gather(service, return_exceptions=True)
-            await until(lambda: not discovery.known("draft"))
-
-    asyncio.run(body())
+    port = free_port()
+    config = DraftConfig(
+        "one", "t", "", "suffix",
+        server=ServerConfig(port=port, graceful_shutdown_timeout_s=0), discovery=DiscoveryConfig(kind=kind),
+    )  # fmt: skip
+    served = [(ToyDrafter(), replace(INFO, model=model)) for model in models]
+    service = asyncio.create_task(serve_drafters(config, served))
+    async with discovering(settings("static", drafters=(f"127.0.0.1:{port}",)), "draft") as discovery:
+        await until(lambda: len(discovery.known("draft")) == 3)
+        leases = discovery.known("draft")
+        assert {lease.model.name for lease in leases} == {"one", "two", "three"}
+        assert len({lease.incarnation for lease in leases}) == 3
+        assert len({lease.process for lease in leases}) == 1
+        service.cancel()
+        await asyncio.gather(service, return_exceptions=True)
+        await until(lambda: not discovery.known("draft"))
 
 
 def test_indistinguishable_drafters_are_refused(zoo: Zoo) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any
@@ -98,14 +98,11 @@ async def http_router(  # noqa: PLR0913  # settings of a router, all by keyword
         await registry.close()
 
 
-def with_router(url: str, body: Callable[[AsyncOpenAI], Awaitable[Any]], script: Script | None = None, **router: Any) -> Any:
-    """Return what `body` returns. Its client does not retry, and its router has one verifier."""
-
-    async def run() -> Any:
-        async with worker(url, script or Script(TOKENS)), http_router(url, **router) as base, client(base) as api:
-            return await body(api)
-
-    return asyncio.run(run())
+@asynccontextmanager
+async def served(url: str, script: Script | None = None, **router: Any) -> AsyncIterator[AsyncOpenAI]:
+    """Run a router of one verifier; yields a client that does not retry."""
+    async with worker(url, script or Script(TOKENS)), http_router(url, **router) as base, client(base) as api:
+        yield api
 
 
 def client(base: str) -> AsyncOpenAI:
@@ -124,4 +121,4 @@ async def get(base: str, path: str) -> httpx.Response:
         return await client.get(path)
 
 
-__all__ = ["TOKENS", "Script", "get", "http_router", "post", "until", "with_router", "worker"]
+__all__ = ["TOKENS", "Script", "get", "http_router", "post", "served", "until", "worker"]

@@ -170,7 +170,7 @@ def test_comments_are_no_plain_keys() -> None:
 
 
 @pytest.mark.parametrize("root", ["", "/eyas", "/v"])
-def test_keys_are_required_below_any_root_path(root: str) -> None:
+async def test_keys_are_required_below_any_root_path(root: str) -> None:
     sent: list[Any] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -180,7 +180,7 @@ def test_keys_are_required_below_any_root_path(root: str) -> None:
         sent.append(message)
 
     scope = {"type": "http", "path": f"{root}/v1/models", "root_path": root, "headers": []}
-    asyncio.run(Authenticator(app, ApiKeys(plain_keys(["one"], "test")))(scope, send, send))  # type: ignore[arg-type]
+    await Authenticator(app, ApiKeys(plain_keys(["one"], "test")))(scope, send, send)  # type: ignore[arg-type]
     assert sent[0]["status"] == 401
 
 
@@ -350,83 +350,70 @@ async def complete(base: str, key: str, **changes: Any) -> httpx.Response:
         return await client.post("/v1/completions", json=ALL | changes)
 
 
-def test_a_used_up_quota_is_429_with_openais_headers(url: str) -> None:
+async def test_a_used_up_quota_is_429_with_openais_headers(url: str) -> None:
     spans = Spans()
-
-    async def body() -> None:
-        router = http_router(url, keys=ApiKeys(LIMITED), telemetry=RouterTelemetry(spans.telemetry))
-        async with worker(url, Script(TOKENS)), router as base:
-            first, second, third = [await complete(base, "small", stream=stream) for stream in (False, True, True)]
-            assert [answer.status_code for answer in (first, second, third)] == [200, 200, 429]
-            assert first.headers["x-ratelimit-limit-requests"] == "2"
-            assert [a.headers["x-ratelimit-remaining-requests"] for a in (first, second, third)] == ["1", "0", "0"]
-            assert third.headers["x-ratelimit-reset-requests"].endswith("s")
-            assert 0 < int(third.headers["retry-after"]) <= 30
-            assert third.json()["error"]["code"] == "rate_limit_exceeded"
-            answers = [await complete(base, "tokens") for _ in range(2)]
-            assert [answer.status_code for answer in answers] == [200, 429]
-            assert answers[0].headers["x-ratelimit-limit-tokens"] == str(len(PROMPT) + len(REST) + 9)
-            assert int(answers[1].headers["x-ratelimit-remaining-tokens"]) < len(REST)
-            free = await complete(base, "free")
-            assert free.status_code == 200
-            assert not [name for name in free.headers if name.startswith("x-ratelimit")]
-
-    asyncio.run(body())
+    router = http_router(url, keys=ApiKeys(LIMITED), telemetry=RouterTelemetry(spans.telemetry))
+    async with worker(url, Script(TOKENS)), router as base:
+        first, second, third = [await complete(base, "small", stream=stream) for stream in (False, True, True)]
+        assert [answer.status_code for answer in (first, second, third)] == [200, 200, 429]
+        assert first.headers["x-ratelimit-limit-requests"] == "2"
+        assert [a.headers["x-ratelimit-remaining-requests"] for a in (first, second, third)] == ["1", "0", "0"]
+        assert third.headers["x-ratelimit-reset-requests"].endswith("s")
+        assert 0 < int(third.headers["retry-after"]) <= 30
+        assert third.json()["error"]["code"] == "rate_limit_exceeded"
+        answers = [await complete(base, "tokens") for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert answers[0].headers["x-ratelimit-limit-tokens"] == str(len(PROMPT) + len(REST) + 9)
+        assert int(answers[1].headers["x-ratelimit-remaining-tokens"]) < len(REST)
+        free = await complete(base, "free")
+        assert free.status_code == 200
+        assert not [name for name in free.headers if name.startswith("x-ratelimit")]
     assert spans.value("eyas_router_requests_total", model="", status="RESOURCE_EXHAUSTED") == 1
 
 
-def test_what_a_key_may_not_do_is_403(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(LIMITED)) as base:
-            denied = [await complete(base, "list"), await complete(base, "free", priority=1)]
-            assert [answer.status_code for answer in denied] == [403, 403]
-            assert [answer.json()["error"]["code"] for answer in denied] == ["permission_denied"] * 2
-            async with httpx.AsyncClient(base_url=base, headers=bearer("list")) as client:
-                assert (await client.get("/v1/models")).status_code == 200
-
-    asyncio.run(body())
+async def test_what_a_key_may_not_do_is_403(url: str) -> None:
+    async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(LIMITED)) as base:
+        denied = [await complete(base, "list"), await complete(base, "free", priority=1)]
+        assert [answer.status_code for answer in denied] == [403, 403]
+        assert [answer.json()["error"]["code"] for answer in denied] == ["permission_denied"] * 2
+        async with httpx.AsyncClient(base_url=base, headers=bearer("list")) as client:
+            assert (await client.get("/v1/models")).status_code == 200
 
 
-def test_completions_at_once_end_with_their_client(url: str) -> None:
-    async def body() -> None:
-        gate = asyncio.Event()
-        script = Script(TOKENS, gate=gate)
-        async with worker(url, script), http_router(url, keys=ApiKeys(LIMITED)) as base:
-            running = asyncio.create_task(complete(base, "busy"))
-            await until(lambda: bool(script.calls))
-            assert (await complete(base, "busy")).status_code == 429
-            assert (await complete(base, "busy", n=2, temperature=1)).status_code == 400
-            running.cancel()
-            await until(lambda: script.num_cancelled == 1)
+async def test_completions_at_once_end_with_their_client(url: str) -> None:
+    gate = asyncio.Event()
+    script = Script(TOKENS, gate=gate)
+    async with worker(url, script), http_router(url, keys=ApiKeys(LIMITED)) as base:
+        running = asyncio.create_task(complete(base, "busy"))
+        await until(lambda: bool(script.calls))
+        assert (await complete(base, "busy")).status_code == 429
+        assert (await complete(base, "busy", n=2, temperature=1)).status_code == 400
+        running.cancel()
+        await until(lambda: script.num_cancelled == 1)
+        gate.set()
+        assert (await complete(base, "busy")).status_code == 200
+
+
+async def test_a_retry_keeps_tenant_and_salt(url: str) -> None:
+    gate = asyncio.Event()
+    failing, other = Script(TOKENS, fails_after=2, gate=gate), Script(TOKENS)
+    async with worker(url, failing), http_router(url, keys=ApiKeys(LIMITED)) as base:
+        running = asyncio.create_task(complete(base, "free", cache_salt="x"))
+        await until(lambda: bool(failing.calls))
+        async with worker(url, other):
+            async with asyncio.timeout(60):
+                while (await get(base, "/health")).json()["models"]["demo"]["reachable_verifiers"] < 2:
+                    await asyncio.sleep(0.01)
             gate.set()
-            assert (await complete(base, "busy")).status_code == 200
-
-    asyncio.run(body())
-
-
-def test_a_retry_keeps_tenant_and_salt(url: str) -> None:
-    async def body() -> None:
-        gate = asyncio.Event()
-        failing, other = Script(TOKENS, fails_after=2, gate=gate), Script(TOKENS)
-        async with worker(url, failing), http_router(url, keys=ApiKeys(LIMITED)) as base:
-            running = asyncio.create_task(complete(base, "free", cache_salt="x"))
-            await until(lambda: bool(failing.calls))
-            async with worker(url, other):
-                async with asyncio.timeout(60):
-                    while (await get(base, "/health")).json()["models"]["demo"]["reachable_verifiers"] < 2:
-                        await asyncio.sleep(0.01)
-                gate.set()
-                assert (await running).status_code == 200
-        first, second = failing.calls[0].request, other.calls[0].request
-        assert second.num_emitted > 0
-        assert (second.tenant, second.cache_salt) == (first.tenant, first.cache_salt)
-        assert first.tenant == LIMITED[-1].tenant_id
-        assert len(first.cache_salt) == 32
-
-    asyncio.run(body())
+            assert (await running).status_code == 200
+    first, second = failing.calls[0].request, other.calls[0].request
+    assert second.num_emitted > 0
+    assert (second.tenant, second.cache_salt) == (first.tenant, first.cache_salt)
+    assert first.tenant == LIMITED[-1].tenant_id
+    assert len(first.cache_salt) == 32
 
 
-def test_grpc_clients_have_the_same_quota_and_no_say_in_tenants(url: str) -> None:
+async def test_grpc_clients_have_the_same_quota_and_no_say_in_tenants(url: str) -> None:
     script = Script(TOKENS)
 
     async def send(address: str, key: str, call: GenerateCall) -> list[Any]:
@@ -437,23 +424,20 @@ def test_grpc_clients_have_the_same_quota_and_no_say_in_tenants(url: str) -> Non
             chunks = [text_chunk_from_proto(message) async for message in stream]
             return [tokens_of(chunks), dict(await stream.trailing_metadata())]
 
-    async def body() -> None:
-        async with worker(url, script), router(url, keys=ApiKeys(LIMITED)) as address:
-            call = request_with(tenant="forged", cache_salt="x")
-            tokens, trailers = await send(address, "small", call)
-            assert tokens == REST
-            assert trailers["x-ratelimit-remaining-requests"] == "1"
-            assert script.calls[0].request.tenant == LIMITED[0].tenant_id
+    async with worker(url, script), router(url, keys=ApiKeys(LIMITED)) as address:
+        call = request_with(tenant="forged", cache_salt="x")
+        tokens, trailers = await send(address, "small", call)
+        assert tokens == REST
+        assert trailers["x-ratelimit-remaining-requests"] == "1"
+        assert script.calls[0].request.tenant == LIMITED[0].tenant_id
+        await send(address, "small", call)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
             await send(address, "small", call)
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        hints = dict(raised.value.trailing_metadata() or ())
+        assert 0 < int(hints[RETRY_KEY]) <= 30_000
+        assert hints["x-ratelimit-remaining-requests"] == "0"
+        for key, denied in (("list", call), ("free", request_with(priority=1))):
             with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await send(address, "small", call)
-            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            hints = dict(raised.value.trailing_metadata() or ())
-            assert 0 < int(hints[RETRY_KEY]) <= 30_000
-            assert hints["x-ratelimit-remaining-requests"] == "0"
-            for key, denied in (("list", call), ("free", request_with(priority=1))):
-                with pytest.raises(grpc.aio.AioRpcError) as raised:
-                    await send(address, key, denied)
-                assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED
-
-    asyncio.run(body())
+                await send(address, key, denied)
+            assert raised.value.code() is grpc.StatusCode.PERMISSION_DENIED

@@ -1,6 +1,5 @@
 """Routing over many verifiers: affinity within load bounds, and few sessions that move when workers come and go."""
 
-import asyncio
 from collections import Counter
 from dataclasses import replace
 
@@ -146,14 +145,11 @@ def test_the_sent_prefix_index_is_bounded_and_drops_ends_first() -> None:
     assert not sent.by_worker
 
 
-def test_sessions_without_redis_are_kept_oldest_evicted_first() -> None:
-    async def body() -> None:
-        sessions = SessionMap(None, limit=2)
-        for name in ("a", "b", "c"):
-            await sessions.place(name, Placement(name))
-        assert [await sessions.placement(name) for name in "abc"] == [None, Placement("b"), Placement("c")]
-
-    asyncio.run(body())
+async def test_sessions_without_redis_are_kept_oldest_evicted_first() -> None:
+    sessions = SessionMap(None, limit=2)
+    for name in ("a", "b", "c"):
+        await sessions.place(name, Placement(name))
+    assert [await sessions.placement(name) for name in "abc"] == [None, Placement("b"), Placement("c")]
 
 
 @pytest.mark.parametrize(

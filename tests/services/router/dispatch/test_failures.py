@@ -49,7 +49,7 @@ async def is_serving(address: str, service: str = "") -> bool:
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
+async def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
     """A cancelled stream whose next message arrives in the same turn of the event loop must end, not go on unread."""
 
     class Upstream:
@@ -60,130 +60,106 @@ def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
             chunk: generation_pb2.GenerateChunk = await self.message
             return chunk
 
-    async def body() -> None:
-        upstream = Upstream()
+    upstream = Upstream()
 
-        async def consume() -> None:
-            await read_chunk(upstream, asyncio.get_running_loop().time() + 60, 30)  # type: ignore[arg-type]
-            await asyncio.Event().wait()
+    async def consume() -> None:
+        await read_chunk(upstream, asyncio.get_running_loop().time() + 60, 30)  # type: ignore[arg-type]
+        await asyncio.Event().wait()
 
-        task = asyncio.create_task(consume())
+    task = asyncio.create_task(consume())
+    await asyncio.sleep(0)
+    upstream.message.set_result(generation_pb2.GenerateChunk())
+    for _ in range(turns):
         await asyncio.sleep(0)
-        upstream.message.set_result(generation_pb2.GenerateChunk())
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        task.cancel()
-        for _ in range(10):
-            await asyncio.sleep(0)
-        assert task.cancelled()
-
-    asyncio.run(body())
+    task.cancel()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert task.cancelled()
 
 
-def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        dead = f"127.0.0.1:{free_port()}"
-        announced = AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 10_000))
-        lease = WorkerRegistration(RpcServer(ServerConfig()), Registry(RegistryConfig(url, LEASE_S, 0.05)), announced)
-        await lease.register(dead)
-        try:
-            async with router(url, retry=RetryConfig(budget_s=0.3)) as address:
-                code, details = await failure(address, CALL)
-        finally:
-            await lease.deregister()
-        assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the connection to the verifier failed")
-        assert f"{dead}: the connection to the verifier failed: failed to connect to all addresses" in caplog.text
-
-    asyncio.run(body())
+async def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    dead = f"127.0.0.1:{free_port()}"
+    announced = AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 10_000))
+    lease = WorkerRegistration(RpcServer(ServerConfig()), Registry(RegistryConfig(url, LEASE_S, 0.05)), announced)
+    await lease.register(dead)
+    try:
+        async with router(url, retry=RetryConfig(budget_s=0.3)) as address:
+            code, details = await failure(address, CALL)
+    finally:
+        await lease.deregister()
+    assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the connection to the verifier failed")
+    assert f"{dead}: the connection to the verifier failed: failed to connect to all addresses" in caplog.text
 
 
-def test_only_generation_is_not_serving_without_a_verifier(url: str) -> None:
+async def test_only_generation_is_not_serving_without_a_verifier(url: str) -> None:
     async def becomes(address: str, serving: bool, service: str) -> None:
         async with asyncio.timeout(60):
             while await is_serving(address, service) != serving:
                 await asyncio.sleep(0.01)
 
-    async def body() -> None:
-        async with router(url) as address:
-            await becomes(address, True, "")
-            assert not await is_serving(address, GENERATION_SERVICE)
-            async with worker(url, Script(TOKENS)):
-                await becomes(address, True, GENERATION_SERVICE)
-            await becomes(address, False, GENERATION_SERVICE)
-            assert await is_serving(address)
-
-    asyncio.run(body())
+    async with router(url) as address:
+        await becomes(address, True, "")
+        assert not await is_serving(address, GENERATION_SERVICE)
+        async with worker(url, Script(TOKENS)):
+            await becomes(address, True, GENERATION_SERVICE)
+        await becomes(address, False, GENERATION_SERVICE)
+        assert await is_serving(address)
 
 
 @pytest.mark.parametrize("status", ["UNAVAILABLE", "CANCELLED", "RESOURCE_EXHAUSTED"])
 @pytest.mark.parametrize("fails_after", [0, 1, 2])
-def test_a_lost_verifier_is_replaced_with_equal_output(url: str, status: str, fails_after: int) -> None:
-    async def body() -> None:
-        dying, living = Script(TOKENS, fails_after=fails_after, status=grpc.StatusCode[status]), Script(TOKENS)
-        async with worker(url, dying, free_kv_tokens=99_999), worker(url, living), router(url) as address:
-            chunks = await send(address, CALL)
-        assert (len(dying.calls), len(living.calls)) == (1, 1)
-        assert tokens_of(chunks) == REST
-        assert chunks[-1].totals is not None
-        assert chunks[-1].totals.num_output_tokens == len(REST)
-        assert living.calls[0].request.prompt_ids == TOKENS[: len(PROMPT) + fails_after * CHUNK_TOKENS]
-        assert living.calls[0].request.sampling.seed == dying.calls[0].request.sampling.seed
-
-    asyncio.run(body())
+async def test_a_lost_verifier_is_replaced_with_equal_output(url: str, status: str, fails_after: int) -> None:
+    dying, living = Script(TOKENS, fails_after=fails_after, status=grpc.StatusCode[status]), Script(TOKENS)
+    async with worker(url, dying, free_kv_tokens=99_999), worker(url, living), router(url) as address:
+        chunks = await send(address, CALL)
+    assert (len(dying.calls), len(living.calls)) == (1, 1)
+    assert tokens_of(chunks) == REST
+    assert chunks[-1].totals is not None
+    assert chunks[-1].totals.num_output_tokens == len(REST)
+    assert living.calls[0].request.prompt_ids == TOKENS[: len(PROMPT) + fails_after * CHUNK_TOKENS]
+    assert living.calls[0].request.sampling.seed == dying.calls[0].request.sampling.seed
 
 
-def test_a_verifier_that_has_just_failed_is_avoided(url: str) -> None:
-    async def body() -> None:
-        dying, living = Script(TOKENS, fails_after=0), Script(TOKENS)
-        async with worker(url, dying, free_kv_tokens=99_999), worker(url, living), router(url) as address:
-            for _ in range(3):
-                await send(address, CALL)
-        assert (len(dying.calls), len(living.calls)) == (1, 3)
-
-    asyncio.run(body())
+async def test_a_verifier_that_has_just_failed_is_avoided(url: str) -> None:
+    dying, living = Script(TOKENS, fails_after=0), Script(TOKENS)
+    async with worker(url, dying, free_kv_tokens=99_999), worker(url, living), router(url) as address:
+        for _ in range(3):
+            await send(address, CALL)
+    assert (len(dying.calls), len(living.calls)) == (1, 3)
 
 
 @pytest.mark.parametrize(("status", "num_calls"), [("INVALID_ARGUMENT", 1), ("INTERNAL", 2), ("UNAVAILABLE", 4)])
-def test_only_server_faults_are_retried_and_the_last_is_reported(url: str, status: str, num_calls: int) -> None:
-    async def body() -> None:
-        one, other = (Script(TOKENS, fails_after=0, status=grpc.StatusCode[status]) for _ in range(2))
-        async with worker(url, one), worker(url, other), router(url) as address:
-            code, details = await failure(address, CALL)
-        assert (code.name, len(one.calls) + len(other.calls)) == (status, num_calls)
-        assert bool(one.calls and other.calls) == (num_calls > 1)
-        assert "scripted failure" in details
-
-    asyncio.run(body())
+async def test_only_server_faults_are_retried_and_the_last_is_reported(url: str, status: str, num_calls: int) -> None:
+    one, other = (Script(TOKENS, fails_after=0, status=grpc.StatusCode[status]) for _ in range(2))
+    async with worker(url, one), worker(url, other), router(url) as address:
+        code, details = await failure(address, CALL)
+    assert (code.name, len(one.calls) + len(other.calls)) == (status, num_calls)
+    assert bool(one.calls and other.calls) == (num_calls > 1)
+    assert "scripted failure" in details
 
 
-def test_a_silent_verifier_is_dropped_and_its_calls_cancelled(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS, stalls_after=1)
-        async with worker(url, script), router(url, stall_timeout_s=1.0, retry=ONE_ATTEMPT) as address:
-            code, details = await failure(address, CALL)
-            assert code is grpc.StatusCode.UNAVAILABLE
-            assert "sent nothing for 1.0 s" in details
-            await until(lambda: script.num_cancelled == 1)
-
-    asyncio.run(body())
+async def test_a_silent_verifier_is_dropped_and_its_calls_cancelled(url: str) -> None:
+    script = Script(TOKENS, stalls_after=1)
+    async with worker(url, script), router(url, stall_timeout_s=1.0, retry=ONE_ATTEMPT) as address:
+        code, details = await failure(address, CALL)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "sent nothing for 1.0 s" in details
+        await until(lambda: script.num_cancelled == 1)
 
 
-def test_the_stall_timeout_excludes_the_verifiers_queue(url: str) -> None:
-    async def body() -> None:
-        gate = asyncio.Event()
-        script = Script(TOKENS, gate=gate)
-        async with worker(url, script), router(url, stall_timeout_s=0.05, retry=ONE_ATTEMPT) as address:
-            answer = asyncio.create_task(send(address, CALL))
-            await until(lambda: bool(script.calls))
-            await asyncio.sleep(0.3)
-            assert not answer.done()
-            script.stalls_after = 1
-            gate.set()
-            with pytest.raises(grpc.aio.AioRpcError, match=r"sent nothing for 0\.05 s"):
-                await answer
-        assert len(script.calls) == 1
-
-    asyncio.run(body())
+async def test_the_stall_timeout_excludes_the_verifiers_queue(url: str) -> None:
+    gate = asyncio.Event()
+    script = Script(TOKENS, gate=gate)
+    async with worker(url, script), router(url, stall_timeout_s=0.05, retry=ONE_ATTEMPT) as address:
+        answer = asyncio.create_task(send(address, CALL))
+        await until(lambda: bool(script.calls))
+        await asyncio.sleep(0.3)
+        assert not answer.done()
+        script.stalls_after = 1
+        gate.set()
+        with pytest.raises(grpc.aio.AioRpcError, match=r"sent nothing for 0\.05 s"):
+            await answer
+    assert len(script.calls) == 1
 
 
 @pytest.mark.parametrize("silent_after", [0, 1])
@@ -202,24 +178,18 @@ def test_router_and_client_timeouts_cancel_at_the_verifier(url: str, limit: str,
     assert any(asyncio.run(reaches_the_verifier(limit_s)) for limit_s in LIMITS_S)
 
 
-def test_a_client_that_disconnects_cancels_its_request(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS, stalls_after=1)
-        async with worker(url, script), router(url) as address, open_channel(address) as channel:
-            answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL))
-            await answers.read()
-            answers.cancel()
-            await until(lambda: script.num_cancelled == 1)
-
-    asyncio.run(body())
+async def test_a_client_that_disconnects_cancels_its_request(url: str) -> None:
+    script = Script(TOKENS, stalls_after=1)
+    async with worker(url, script), router(url) as address, open_channel(address) as channel:
+        answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL))
+        await answers.read()
+        answers.cancel()
+        await until(lambda: script.num_cancelled == 1)
 
 
-def test_requests_go_on_while_redis_is_away() -> None:
-    async def body() -> None:
-        async with AsyncExitStack() as stack:
-            with running_redis(free_port()) as url:
-                await stack.enter_async_context(worker(url, Script(TOKENS)))
-                address = await stack.enter_async_context(router(url))
-            assert tokens_of(await send(address, request_with(session="s"))) == REST
-
-    asyncio.run(body())
+async def test_requests_go_on_while_redis_is_away() -> None:
+    async with AsyncExitStack() as stack:
+        with running_redis(free_port()) as url:
+            await stack.enter_async_context(worker(url, Script(TOKENS)))
+            address = await stack.enter_async_context(router(url))
+        assert tokens_of(await send(address, request_with(session="s"))) == REST

@@ -76,71 +76,62 @@ def test_the_records_of_lost_workers_are_dropped() -> None:
     assert not outliers.ejected
 
 
-def test_a_failing_verifier_gets_nothing_until_a_probe_passes() -> None:
-    async def body() -> None:
-        failing = Script(TOKENS, fails_after=0)
-        async with (
-            pod_worker(failing) as one,
-            pod_worker() as other,
-            pod_router(
-                settings("static", verifiers=(one.address, other.address), stale_after_s=600.0),
-                OutlierDetectionConfig(base_ejection_time_s=0.1),
-            ) as (address, workers),
-        ):
-            one.lease = replace(one.lease, load=Load(free_kv_tokens=9000))
-            await until(lambda: bool(workers.reachable) and {one.lease, other.lease} == set(workers.snapshot().verifiers))
-            one.gate.clear()
-            for _ in range(5):
-                assert tokens_of(await send(address, CALL)) == REST
-            assert (len(failing.calls), workers.snapshot().unhealthy) == (1, frozenset({one.incarnation}))
-            failing.fails_after = None
-            one.gate.set()
-            await until(lambda: not workers.snapshot().unhealthy)
-
-    asyncio.run(body())
+async def test_a_failing_verifier_gets_nothing_until_a_probe_passes() -> None:
+    failing = Script(TOKENS, fails_after=0)
+    async with (
+        pod_worker(failing) as one,
+        pod_worker() as other,
+        pod_router(
+            settings("static", verifiers=(one.address, other.address), stale_after_s=600.0),
+            OutlierDetectionConfig(base_ejection_time_s=0.1),
+        ) as (address, workers),
+    ):
+        one.lease = replace(one.lease, load=Load(free_kv_tokens=9000))
+        await until(lambda: bool(workers.reachable) and {one.lease, other.lease} == set(workers.snapshot().verifiers))
+        one.gate.clear()
+        for _ in range(5):
+            assert tokens_of(await send(address, CALL)) == REST
+        assert (len(failing.calls), workers.snapshot().unhealthy) == (1, frozenset({one.incarnation}))
+        failing.fails_after = None
+        one.gate.set()
+        await until(lambda: not workers.snapshot().unhealthy)
 
 
 @pytest.mark.parametrize("stalls_after", [0, 1])
-def test_requests_of_a_stuck_verifier_move_to_another(stalls_after: int) -> None:
-    async def body() -> None:
-        stuck = Script(TOKENS, stalls_after=stalls_after)
-        async with (
-            pod_worker(stuck) as one,
-            pod_worker() as other,
-            pod_router(settings("static", verifiers=(one.address, other.address))) as (address, workers),
-        ):
-            one.lease = idle = replace(one.lease, load=Load(free_kv_tokens=9000))
-            await until(lambda: bool(workers.reachable) and {idle, other.lease} == set(workers.snapshot().verifiers))
-            answer = asyncio.create_task(send(address, CALL))
-            await until(lambda: len(stuck.calls) == 1)
-            one.lease = replace(idle, load=replace(idle.load, step_seconds=61.0))
-            assert tokens_of(await answer) == REST
-            assert one.incarnation in workers.snapshot().unhealthy
-            await until(lambda: workers.reachable == (other.lease,))
-
-    asyncio.run(body())
+async def test_requests_of_a_stuck_verifier_move_to_another(stalls_after: int) -> None:
+    stuck = Script(TOKENS, stalls_after=stalls_after)
+    async with (
+        pod_worker(stuck) as one,
+        pod_worker() as other,
+        pod_router(settings("static", verifiers=(one.address, other.address))) as (address, workers),
+    ):
+        one.lease = idle = replace(one.lease, load=Load(free_kv_tokens=9000))
+        await until(lambda: bool(workers.reachable) and {idle, other.lease} == set(workers.snapshot().verifiers))
+        answer = asyncio.create_task(send(address, CALL))
+        await until(lambda: len(stuck.calls) == 1)
+        one.lease = replace(idle, load=replace(idle.load, step_seconds=61.0))
+        assert tokens_of(await answer) == REST
+        assert one.incarnation in workers.snapshot().unhealthy
+        await until(lambda: workers.reachable == (other.lease,))
 
 
-def test_if_every_verifier_is_ejected_requests_still_go_out() -> None:
-    async def body() -> None:
-        script = Script(TOKENS, fails_after=0)
-        async with (
-            pod_worker(script) as one,
-            pod_router(
-                settings("static", verifiers=(one.address,)),
-                OutlierDetectionConfig(base_ejection_time_s=600, max_ejection_time_s=600),
-            ) as (
-                address,
-                workers,
-            ),
-        ):
-            await until(lambda: bool(workers.reachable))
-            assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE
-            assert workers.snapshot().unhealthy == {one.incarnation}
-            await until(lambda: not workers.reachable)  # the only verifier is ejected
-            script.fails_after = None
-            assert tokens_of(await send(address, CALL)) == REST
-            assert not workers.snapshot().unhealthy
-            await until(lambda: bool(workers.reachable))
-
-    asyncio.run(body())
+async def test_if_every_verifier_is_ejected_requests_still_go_out() -> None:
+    script = Script(TOKENS, fails_after=0)
+    async with (
+        pod_worker(script) as one,
+        pod_router(
+            settings("static", verifiers=(one.address,)),
+            OutlierDetectionConfig(base_ejection_time_s=600, max_ejection_time_s=600),
+        ) as (
+            address,
+            workers,
+        ),
+    ):
+        await until(lambda: bool(workers.reachable))
+        assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE
+        assert workers.snapshot().unhealthy == {one.incarnation}
+        await until(lambda: not workers.reachable)  # the only verifier is ejected
+        script.fails_after = None
+        assert tokens_of(await send(address, CALL)) == REST
+        assert not workers.snapshot().unhealthy
+        await until(lambda: bool(workers.reachable))

@@ -38,18 +38,15 @@ from tests.support.services.scripted_verifier import (
 ANSWER = TOKENS[4:7]
 
 
-def test_poison_ends_two_verifiers_and_no_more(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        with mortal_verifiers(url, 3) as verifiers:
-            async with router(url) as address:
-                code, details = await failure(address, call_of(POISON, n=3))
-                assert (code, "two verifiers were lost" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
-                again = await failure(address, call_of(POISON))
-                assert again == (code, details), "the same request comes back at once"
-                assert tokens_of(await send(address, call_of(SLOW))) == ANSWER
-            assert num_alive(verifiers) == 1
-
-    asyncio.run(body())
+async def test_poison_ends_two_verifiers_and_no_more(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with mortal_verifiers(url, 3) as verifiers:
+        async with router(url) as address:
+            code, details = await failure(address, call_of(POISON, n=3))
+            assert (code, "two verifiers were lost" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+            again = await failure(address, call_of(POISON))
+            assert again == (code, details), "the same request comes back at once"
+            assert tokens_of(await send(address, call_of(SLOW))) == ANSWER
+        assert num_alive(verifiers) == 1
     first, second = [record.getMessage() for record in caplog.records if "refused request" in record.getMessage()]
     assert re.search(r"request 7-0 .* lost the verifiers \S+:\d+, \S+:\d+ before .* digest \w{32}$", first)
     assert re.search(r"request 7-0 .* digest \w{32}$", second)
@@ -88,22 +85,19 @@ def test_a_suspect_is_to_blame_only_if_it_was_alone() -> None:
     assert detector.closed() == set()
 
 
-def test_requests_that_shared_verifiers_with_poison_are_served(url: str) -> None:
-    async def body() -> None:
-        with mortal_verifiers(url, 5) as verifiers:
-            async with router(url) as address:
-                slow = [asyncio.create_task(send(address, call_of(SLOW, number))) for number in range(12)]
-                poison = [asyncio.create_task(failure(address, call_of(POISON, number))) for number in range(2)]
-                assert {tokens_of(await answer) for answer in slow} == {ANSWER}
-                for refusal in poison:
-                    assert (await refusal)[0] is grpc.StatusCode.INVALID_ARGUMENT
-            assert num_alive(verifiers) >= 1
-
-    asyncio.run(body())
+async def test_requests_that_shared_verifiers_with_poison_are_served(url: str) -> None:
+    with mortal_verifiers(url, 5) as verifiers:
+        async with router(url) as address:
+            slow = [asyncio.create_task(send(address, call_of(SLOW, number))) for number in range(12)]
+            poison = [asyncio.create_task(failure(address, call_of(POISON, number))) for number in range(2)]
+            assert {tokens_of(await answer) for answer in slow} == {ANSWER}
+            for refusal in poison:
+                assert (await refusal)[0] is grpc.StatusCode.INVALID_ARGUMENT
+        assert num_alive(verifiers) >= 1
 
 
-def test_verifiers_that_drain_make_no_suspects(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
+async def test_verifiers_that_drain_make_no_suspects(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
         async with router(url) as address:
             answer = None
             for _ in range(3):
@@ -115,29 +109,23 @@ def test_verifiers_that_drain_make_no_suspects(url: str, caplog: pytest.LogCaptu
                 assert answer is not None
                 assert tokens_of(await answer) == REST
 
-    with caplog.at_level(logging.WARNING):
-        asyncio.run(body())
 
-
-def test_a_request_that_sticks_two_verifiers_is_refused() -> None:
-    async def body() -> None:
-        scripts = [Script(TOKENS, gate=asyncio.Event()) for _ in range(3)]
-        async with pod_worker(scripts[0]) as one, pod_worker(scripts[1]) as two, pod_worker(scripts[2]) as three:
-            workers = {worker.incarnation: worker for worker in (one, two, three)}
-            discovery = settings("static", verifiers=tuple(worker.address for worker in workers.values()))
-            async with pod_router(discovery) as (address, pool):
-                await until(lambda: len(pool.reachable) == 3)
-                answer = asyncio.create_task(failure(address, CALL))
-                for number in (1, 2):
-                    await until(lambda number=number: sum(len(script.calls) for script in scripts) == number)
-                    stuck = next(worker for worker in workers.values() if worker.script.calls)
-                    del workers[stuck.incarnation]
-                    stuck.lease = replace(stuck.lease, load=replace(stuck.lease.load, step_seconds=61.0))
-                code, details = await answer
-                assert (code, "two verifiers were lost" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
-                assert sum(len(script.calls) for script in scripts) == 2
-
-    asyncio.run(body())
+async def test_a_request_that_sticks_two_verifiers_is_refused() -> None:
+    scripts = [Script(TOKENS, gate=asyncio.Event()) for _ in range(3)]
+    async with pod_worker(scripts[0]) as one, pod_worker(scripts[1]) as two, pod_worker(scripts[2]) as three:
+        workers = {worker.incarnation: worker for worker in (one, two, three)}
+        discovery = settings("static", verifiers=tuple(worker.address for worker in workers.values()))
+        async with pod_router(discovery) as (address, pool):
+            await until(lambda: len(pool.reachable) == 3)
+            answer = asyncio.create_task(failure(address, CALL))
+            for number in (1, 2):
+                await until(lambda number=number: sum(len(script.calls) for script in scripts) == number)
+                stuck = next(worker for worker in workers.values() if worker.script.calls)
+                del workers[stuck.incarnation]
+                stuck.lease = replace(stuck.lease, load=replace(stuck.lease.load, step_seconds=61.0))
+            code, details = await answer
+            assert (code, "two verifiers were lost" in details) == (grpc.StatusCode.INVALID_ARGUMENT, True)
+            assert sum(len(script.calls) for script in scripts) == 2
 
 
 @asynccontextmanager
@@ -160,10 +148,7 @@ async def resetting_verifier(url: str) -> AsyncIterator[None]:
             await registry.close()
 
 
-def test_connections_that_were_never_made_make_no_suspects(url: str, caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), resetting_verifier(url), resetting_verifier(url), router(url) as address:
-            assert tokens_of(await send(address, CALL)) == REST
-
-    asyncio.run(body())
+async def test_connections_that_were_never_made_make_no_suspects(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with worker(url, Script(TOKENS)), resetting_verifier(url), resetting_verifier(url), router(url) as address:
+        assert tokens_of(await send(address, CALL)) == REST
     assert caplog.text.count("failed to connect") == 2, "both were tried"

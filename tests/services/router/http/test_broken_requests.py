@@ -21,35 +21,28 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("keys", [(), ("other",)], ids=["open", "with keys"])
-def test_a_broken_request_logs_no_exception(url: str, keys: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        async with (
-            worker(url, Script(TOKENS)),
-            http_router(url, keys=ApiKeys(plain_keys(keys, "test") if keys else ())) as base,
-        ):
-            for first, then in BROKEN:
-                for pause_s in (0.0, 0.02):
-                    _, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
-                    writer.write(first)
-                    await asyncio.sleep(pause_s)
-                    writer.write(then)
-                    await asyncio.sleep(pause_s)
-                    writer.close()
-                    assert (await get(base, "/live")).status_code == 200
-
-    asyncio.run(body())
+async def test_a_broken_request_logs_no_exception(url: str, keys: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        worker(url, Script(TOKENS)),
+        http_router(url, keys=ApiKeys(plain_keys(keys, "test") if keys else ())) as base,
+    ):
+        for first, then in BROKEN:
+            for pause_s in (0.0, 0.02):
+                _, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
+                writer.write(first)
+                await asyncio.sleep(pause_s)
+                writer.write(then)
+                await asyncio.sleep(pause_s)
+                writer.close()
+                assert (await get(base, "/live")).status_code == 200
     assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 @pytest.mark.parametrize("header", ["traceparent", "tracestate"])
 @pytest.mark.parametrize("value", [b"gr\xc3\xb6\xc3\x9fe", b"a\tb", b"a=" + b"b" * 8000])
-def test_a_trace_header_cannot_take_a_verifier_away(url: str, header: str, value: bytes) -> None:
+async def test_a_trace_header_cannot_take_a_verifier_away(url: str, header: str, value: bytes) -> None:
     """gRPC refuses such metadata, as if the connection had failed."""
-
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url) as base:
-            answer = await post(base, "/v1/completions", ALL, headers={header: value})
-            assert answer.status_code == 200
-            assert (await get(base, "/health")).status_code == 200
-
-    asyncio.run(body())
+    async with worker(url, Script(TOKENS)), http_router(url) as base:
+        answer = await post(base, "/v1/completions", ALL, headers={header: value})
+        assert answer.status_code == 200
+        assert (await get(base, "/health")).status_code == 200

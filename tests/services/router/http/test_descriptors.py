@@ -84,26 +84,22 @@ async def answer(address: tuple[str, int], request: bytes) -> bytes:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("kind", [0, 1], ids=["HTTP", "gRPC"])
-def test_a_server_out_of_descriptors_recovers(tmp_path: Path, kind: int) -> None:
+async def test_a_server_out_of_descriptors_recovers(tmp_path: Path, kind: int) -> None:
     log = tmp_path / "log"
-
-    async def body() -> None:
-        async with servers(log) as (child, addresses):
-            assert all([await answer(*pair) for pair in zip(addresses, REQUESTS, strict=True)])
-            with ExitStack() as stack:
-                for _ in range(2 * NUM_FILES):
-                    stack.enter_context(socket.create_connection(addresses[kind], 5))
-                await asyncio.sleep(0.5)
-                started = processor_seconds(child.pid)
-                await asyncio.sleep(1.5)
-                assert processor_seconds(child.pid) - started < 0.5
-                if kind == 0:
-                    assert await answer(addresses[kind], REQUESTS[kind]) == b"HTTP/1.1 "
-            async with asyncio.timeout(30):
-                while not await answer(addresses[kind], REQUESTS[kind]):
-                    await asyncio.sleep(0.1)
-
-    asyncio.run(body())
+    async with servers(log) as (child, addresses):
+        assert all([await answer(*pair) for pair in zip(addresses, REQUESTS, strict=True)])
+        with ExitStack() as stack:
+            for _ in range(2 * NUM_FILES):
+                stack.enter_context(socket.create_connection(addresses[kind], 5))
+            await asyncio.sleep(0.5)
+            started = processor_seconds(child.pid)
+            await asyncio.sleep(1.5)
+            assert processor_seconds(child.pid) - started < 0.5
+            if kind == 0:
+                assert await answer(addresses[kind], REQUESTS[kind]) == b"HTTP/1.1 "
+        async with asyncio.timeout(30):
+            while not await answer(addresses[kind], REQUESTS[kind]):
+                await asyncio.sleep(0.1)
     lines = log.read_text().splitlines()
     assert sum("refused a connection" in line for line in lines) == (1 if kind == 0 else 0)
     assert len(lines) < 10, lines[:20]

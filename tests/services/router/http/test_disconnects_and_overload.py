@@ -8,13 +8,13 @@ from typing import Any
 import grpc
 import httpx
 import pytest
-from openai import APIError, APITimeoutError, AsyncOpenAI, InternalServerError, RateLimitError
+from openai import APIError, APITimeoutError, InternalServerError, RateLimitError
 from prometheus_client import CollectorRegistry
 
 from eyas.config import RetryConfig
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.telemetry.exporters import Telemetry
-from tests.support.services.http_router import ALL, CHAT, REST_TEXT, Script, client, http_router, until, with_router, worker
+from tests.support.services.http_router import ALL, CHAT, REST_TEXT, Script, client, http_router, served, until, worker
 from tests.support.services.scripted_verifier import TOKENS
 
 PATHS = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -31,17 +31,16 @@ def body_of(path: str) -> dict[str, Any]:
 @PATHS
 @pytest.mark.parametrize("silent_after", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_disconnects_cancels_all_completions(url: str, path: str, silent_after: int, stream: bool) -> None:
-    async def body() -> None:
-        script = Script(TOKENS, stalls_after=silent_after)
-        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as http:
-            reading = asyncio.create_task(_read(http, path, body_of(path) | SAMPLED | {"stream": stream}))
-            await until(lambda: len(script.calls) == 3)
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-            await until(lambda: script.num_cancelled == 3)
-
-    asyncio.run(body())
+async def test_a_client_that_disconnects_cancels_all_completions(
+    url: str, path: str, silent_after: int, stream: bool
+) -> None:
+    script = Script(TOKENS, stalls_after=silent_after)
+    async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as http:
+        reading = asyncio.create_task(_read(http, path, body_of(path) | SAMPLED | {"stream": stream}))
+        await until(lambda: len(script.calls) == 3)
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await until(lambda: script.num_cancelled == 3)
 
 
 async def _read(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
@@ -50,7 +49,7 @@ async def _read(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> Non
             pass
 
 
-def test_a_client_with_its_own_timeout_disconnects_at_its_end(url: str) -> None:
+async def test_a_client_with_its_own_timeout_disconnects_at_its_end(url: str) -> None:
     async def reaches_the_verifier(limit_s: float) -> bool:
         script = Script(TOKENS, stalls_after=0)
         async with worker(url, script), http_router(url) as base, client(base) as api:
@@ -59,28 +58,27 @@ def test_a_client_with_its_own_timeout_disconnects_at_its_end(url: str) -> None:
             await until(lambda: script.num_cancelled == len(script.calls))
         return bool(script.calls)
 
-    assert any(asyncio.run(reaches_the_verifier(limit_s)) for limit_s in LIMITS_S)
+    is_reached = False
+    for limit_s in LIMITS_S:
+        is_reached = is_reached or await reaches_the_verifier(limit_s)
+    assert is_reached
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_full_verifier_is_429_with_the_time_to_try_again(url: str, stream: bool) -> None:
+async def test_a_full_verifier_is_429_with_the_time_to_try_again(url: str, stream: bool) -> None:
     script = Script(TOKENS, fails_after=0, status=grpc.StatusCode.RESOURCE_EXHAUSTED, pushback=2500)
-
-    async def body(api: AsyncOpenAI) -> RateLimitError:
+    async with served(url, script) as api:
         with pytest.raises(RateLimitError) as raised:
             await api.completions.create(**ALL, stream=stream)
-        return raised.value
-
-    error = with_router(url, body, script)
+        error = raised.value
     assert (error.status_code, error.type, error.code) == (429, "rate_limit_error", "overloaded")
     assert (error.response.headers["retry-after"], error.response.headers["retry-after-ms"]) == ("3", "2500")
 
 
-def test_a_lost_verifier_is_a_503_with_retry_after(url: str) -> None:
+async def test_a_lost_verifier_is_a_503_with_retry_after(url: str) -> None:
     """The verifier recovers between two attempts of the client, which waits for the time of retry-after."""
     script = Script(TOKENS, fails_after=0)
-
-    async def body(api: AsyncOpenAI) -> str:
+    async with served(url, script, retry=RetryConfig(max_attempts=1)) as api:
         with pytest.raises(InternalServerError) as raised:
             await api.completions.create(**ALL)
         assert (raised.value.status_code, raised.value.code) == (503, "unavailable")
@@ -88,18 +86,11 @@ def test_a_lost_verifier_is_a_503_with_retry_after(url: str) -> None:
         trying = asyncio.create_task(api.with_options(max_retries=1).completions.create(**ALL))
         await until(lambda: len(script.calls) == 2)
         script.fails_after = None
-        return str((await trying).choices[0].text)
+        found = str((await trying).choices[0].text)
+    assert found == REST_TEXT
 
-    assert with_router(url, body, script, retry=RetryConfig(max_attempts=1)) == REST_TEXT
 
-
-def test_without_a_verifier_a_request_is_503_and_a_late_one_504(url: str) -> None:
-    async def body() -> None:
-        async with http_router(url, retry=replace(PATIENT, budget_s=0.3)) as base, client(base) as api:
-            with pytest.raises(InternalServerError, match="no verifier of model 'demo' is alive") as raised:
-                await api.completions.create(**ALL)
-            assert (raised.value.status_code, raised.value.response.headers["retry-after"]) == (503, "1")
-
+async def test_without_a_verifier_a_request_is_503_and_a_late_one_504(url: str) -> None:
     async def reaches_the_verifier(limit_s: float) -> bool:
         script = Script(TOKENS, stalls_after=1)
         async with worker(url, script), http_router(url, request_timeout_s=limit_s) as base, client(base) as api:
@@ -109,21 +100,23 @@ def test_without_a_verifier_a_request_is_503_and_a_late_one_504(url: str) -> Non
             await until(lambda: script.num_cancelled == len(script.calls))
         return bool(script.calls)
 
-    asyncio.run(body())
-    assert any(asyncio.run(reaches_the_verifier(limit_s)) for limit_s in LIMITS_S)
+    async with http_router(url, retry=replace(PATIENT, budget_s=0.3)) as base, client(base) as api:
+        with pytest.raises(InternalServerError, match="no verifier of model 'demo' is alive") as raised:
+            await api.completions.create(**ALL)
+        assert (raised.value.status_code, raised.value.response.headers["retry-after"]) == (503, "1")
+    is_reached = False
+    for limit_s in LIMITS_S:
+        is_reached = is_reached or await reaches_the_verifier(limit_s)
+    assert is_reached
 
 
 @PATHS
-def test_an_error_in_the_middle_of_a_stream_is_an_event(url: str, path: str) -> None:
+async def test_an_error_in_the_middle_of_a_stream_is_an_event(url: str, path: str) -> None:
     script = Script(TOKENS, fails_after=1)
-
-    async def body() -> list[str]:
-        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as api:
-            answer = await api.post(path, json=body_of(path) | {"stream": True})
-            assert answer.status_code == 200
-            return [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-
-    first, last, done = asyncio.run(body())
+    async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as api:
+        answer = await api.post(path, json=body_of(path) | {"stream": True})
+        assert answer.status_code == 200
+        first, last, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert json.loads(first)["choices"][0]["finish_reason"] is None
     error = json.loads(last)["error"]
     assert (error["type"], error["code"]) == ("server_error", "unavailable")
@@ -131,16 +124,14 @@ def test_an_error_in_the_middle_of_a_stream_is_an_event(url: str, path: str) -> 
     assert done == "[DONE]"
 
 
-def test_openais_client_raises_what_a_stream_ends_with(url: str) -> None:
-    async def body(api: AsyncOpenAI) -> None:
+async def test_openais_client_raises_what_a_stream_ends_with(url: str) -> None:
+    async with served(url, Script(TOKENS, fails_after=1)) as api:
         with pytest.raises(APIError, match="scripted failure"):
             _ = [event async for event in await api.completions.create(**ALL, stream=True)]
 
-    with_router(url, body, Script(TOKENS, fails_after=1))
-
 
 @PATHS
-def test_a_stream_that_waits_for_a_verifier_gets_comments(url: str, path: str) -> None:
+async def test_a_stream_that_waits_for_a_verifier_gets_comments(url: str, path: str) -> None:
     script, lines = Script(TOKENS, fails_after=1), list[str]()
 
     async def read(base: str) -> None:
@@ -151,16 +142,13 @@ def test_a_stream_that_waits_for_a_verifier_gets_comments(url: str, path: str) -
             async for line in answer.aiter_lines():
                 lines.append(line)
 
-    async def body() -> None:
-        async with http_router(url, retry=PATIENT, keepalive_interval_s=0.05) as base:
-            async with worker(url, script):
-                reading = asyncio.create_task(read(base))
-                await until(lambda: script.has_failed)
-            await until(lambda: lines.count(": waiting for a verifier") >= 2)
-            async with worker(url, Script(TOKENS)):
-                await reading
-
-    asyncio.run(body())
+    async with http_router(url, retry=PATIENT, keepalive_interval_s=0.05) as base:
+        async with worker(url, script):
+            reading = asyncio.create_task(read(base))
+            await until(lambda: script.has_failed)
+        await until(lambda: lines.count(": waiting for a verifier") >= 2)
+        async with worker(url, Script(TOKENS)):
+            await reading
     events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert events.pop() == "[DONE]"
     choices = [json.loads(event)["choices"][0] for event in events]
@@ -172,20 +160,17 @@ def test_a_stream_that_waits_for_a_verifier_gets_comments(url: str, path: str) -
 
 
 @PATHS
-def test_a_client_that_disconnects_ends_the_wait_for_a_verifier(url: str, path: str) -> None:
+async def test_a_client_that_disconnects_ends_the_wait_for_a_verifier(url: str, path: str) -> None:
     registry = CollectorRegistry()
     telemetry = RouterTelemetry(Telemetry(registry=registry))
 
     def num_waiting() -> float | None:
         return registry.get_sample_value("eyas_router_waiting_requests")
 
-    async def body() -> None:
-        async with http_router(url, telemetry=telemetry, retry=PATIENT) as base:
-            async with httpx.AsyncClient(base_url=base, timeout=30) as http:
-                reading = asyncio.create_task(_read(http, path, body_of(path)))
-                await until(lambda: num_waiting() == 1)
-                reading.cancel()
-                await asyncio.gather(reading, return_exceptions=True)
-            await until(lambda: num_waiting() == 0)
-
-    asyncio.run(body())
+    async with http_router(url, telemetry=telemetry, retry=PATIENT) as base:
+        async with httpx.AsyncClient(base_url=base, timeout=30) as http:
+            reading = asyncio.create_task(_read(http, path, body_of(path)))
+            await until(lambda: num_waiting() == 1)
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+        await until(lambda: num_waiting() == 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -44,9 +43,9 @@ def expected(format_: MiddleFormat) -> str:
 
 
 @pytest.mark.parametrize("format_", FORMATS, ids=lambda format_: format_.families)
-def test_the_output_stands_between_two_texts(url: str, format_: MiddleFormat) -> None:
+async def test_the_output_stands_between_two_texts(url: str, format_: MiddleFormat) -> None:
     tokenizer, script = tokenizer_with(format_.tokens), Script(TOKENS)
-    response = asyncio.run(answer(url, tokenizer, script))
+    response = await answer(url, tokenizer, script)
     assert response.status_code == 200, response.text
     (call,) = script.calls
     assert tokenizer.decode(call.request.prompt_ids, skip_special_tokens=False) == expected(format_)
@@ -54,11 +53,11 @@ def test_the_output_stands_between_two_texts(url: str, format_: MiddleFormat) ->
     assert ends <= set(call.request.sampling.stop_token_ids)
 
 
-def test_a_prompt_of_token_ids_has_a_suffix_too(url: str) -> None:
+async def test_a_prompt_of_token_ids_has_a_suffix_too(url: str) -> None:
     format_ = FORMATS[0]
     tokenizer, script = tokenizer_with(format_.tokens), Script(TOKENS)
     ids = list(tokenizer.encode(BEFORE))
-    response = asyncio.run(answer(url, tokenizer, script, prompt=[ids, BEFORE]))
+    response = await answer(url, tokenizer, script, prompt=[ids, BEFORE])
     assert response.status_code == 200, response.text
     texts = {tokenizer.decode(call.request.prompt_ids, skip_special_tokens=False) for call in script.calls}
     assert texts == {expected(format_)}
@@ -71,15 +70,15 @@ def test_a_prompt_of_token_ids_has_a_suffix_too(url: str) -> None:
         (("<fim_prefix>", "<fim_middle>"), "it lacks <fim_suffix> (of StarCoder, Granite code); leave suffix out"),
     ],
 )
-def test_missing_tokens_are_named(url: str, tokens: tuple[str, ...], reason: str) -> None:
-    response = asyncio.run(answer(url, tokenizer_with(tokens), Script(TOKENS)))
+async def test_missing_tokens_are_named(url: str, tokens: tuple[str, ...], reason: str) -> None:
+    response = await answer(url, tokenizer_with(tokens), Script(TOKENS))
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "suffix")
     assert reason in error["message"]
 
 
-def test_an_empty_suffix_asks_for_nothing_and_echo_for_too_much(url: str) -> None:
+async def test_an_empty_suffix_asks_for_nothing_and_echo_for_too_much(url: str) -> None:
     tokenizer, script = tokenizer_with(()), Script(TOKENS)
-    assert asyncio.run(answer(url, tokenizer, script, suffix="")).status_code == 200
-    response = asyncio.run(answer(url, tokenizer, script, echo=True))
+    assert (await answer(url, tokenizer, script, suffix="")).status_code == 200
+    response = await answer(url, tokenizer, script, echo=True)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "suffix")

@@ -73,12 +73,9 @@ async def connection(
             await writer.wait_closed()
 
 
-def answer_to(sent: bytes, app: App | None = None, **limits: Any) -> bytes:
-    async def body() -> bytes:
-        async with server(app or App(), **limits) as address, connection(address, sent) as (reader, _):
-            return await reader.read()
-
-    return asyncio.run(body())
+async def answer_to(sent: bytes, app: App | None = None, **limits: Any) -> bytes:
+    async with server(app or App(), **limits) as address, connection(address, sent) as (reader, _):
+        return await reader.read()
 
 
 def error_of(answer: bytes) -> dict[str, Any]:
@@ -113,45 +110,36 @@ def test_uvicorn_has_the_private_methods_that_are_overridden() -> None:
         assert name in vars(HttpConnection)
 
 
-def test_nothing_is_parsed_after_a_refusal() -> None:
+async def test_nothing_is_parsed_after_a_refusal() -> None:
     """Only closed connections stand between a client without a key and the event loop."""
-
-    async def body() -> int:
-        async with server(App(refuses=True)) as address, connection(address, CHUNKED) as (reader, writer):
-            assert (await reader.readuntil(b"no key")).startswith(b"HTTP/1.1 401 ")
-            with Calls() as calls:
-                writer.write(b"1\r\n \r\n" * 100_000)
-                assert await reader.read() == b""
-                await asyncio.sleep(0.2)
-        return calls.count
-
-    assert asyncio.run(body()) < 5000
+    async with server(App(refuses=True)) as address, connection(address, CHUNKED) as (reader, writer):
+        assert (await reader.readuntil(b"no key")).startswith(b"HTTP/1.1 401 ")
+        with Calls() as calls:
+            writer.write(b"1\r\n \r\n" * 100_000)
+            assert await reader.read() == b""
+            await asyncio.sleep(0.2)
+    assert calls.count < 5000
 
 
-def test_a_refused_client_that_still_sends_gets_its_answer() -> None:
+async def test_a_refused_client_that_still_sends_gets_its_answer() -> None:
     def post(address: tuple[str, int]) -> tuple[int, bytes, str | None]:
         with closing(http.client.HTTPConnection(*address, timeout=20)) as client:
             client.request("POST", "/v1/completions", b" " * 3_000_000)
             answer = client.getresponse()
             return answer.status, answer.read(), answer.getheader("connection")
 
-    async def body() -> tuple[int, bytes, str | None]:
-        async with server(App(refuses=True)) as address:
-            return await asyncio.to_thread(post, address)
-
-    assert asyncio.run(body()) == (401, b"no key", "close")
+    async with server(App(refuses=True)) as address:
+        found = await asyncio.to_thread(post, address)
+    assert found == (401, b"no key", "close")
 
 
-def test_a_refused_client_that_never_stops_is_cut() -> None:
-    async def body() -> None:
-        app = App(refuses=True)
-        async with server(app, max_request_bytes=2**17) as address, connection(address, CHUNKED) as (_, writer):
-            with suppress(ConnectionError):
-                while True:
-                    writer.write(b" " * 2**16)
-                    await writer.drain()
-
-    asyncio.run(body())
+async def test_a_refused_client_that_never_stops_is_cut() -> None:
+    app = App(refuses=True)
+    async with server(app, max_request_bytes=2**17) as address, connection(address, CHUNKED) as (_, writer):
+        with suppress(ConnectionError):
+            while True:
+                writer.write(b" " * 2**16)
+                await writer.drain()
 
 
 @pytest.mark.parametrize(
@@ -159,44 +147,38 @@ def test_a_refused_client_that_never_stops_is_cut() -> None:
     [b"1\r\n \r\n" * 10_000, b"1;" + b"a" * 50_000 + b"\r\n \r\n", b"0\r\n" + b"a: b\r\n" * 10_000],
     ids=["tiny chunks", "extension", "trailers"],
 )
-def test_the_framing_of_a_body_is_bounded(framing: bytes) -> None:
-    answer = answer_to(CHUNKED + framing)
+async def test_the_framing_of_a_body_is_bounded(framing: bytes) -> None:
+    answer = await answer_to(CHUNKED + framing)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert "send larger chunks" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(("size", "number"), [(1, 1000), (700, 2000), (65_536, 20)])
-def test_bodies_in_usual_chunks_are_read(size: int, number: int) -> None:
+async def test_bodies_in_usual_chunks_are_read(size: int, number: int) -> None:
     chunk = b"%x\r\n" % size + b"a" * size + b"\r\n"
     sent = CHUNKED.replace(b"Host", b"Connection: close\r\nHost") + chunk * number + b"0\r\nEnd: here\r\n\r\n"
-    assert answer_to(sent).endswith(b"\r\n\r\n" + b"a" * size * number)
+    assert (await answer_to(sent)).endswith(b"\r\n\r\n" + b"a" * size * number)
 
 
-def test_a_request_sent_ahead_is_left_to_the_next_connection() -> None:
-    async def body() -> None:
-        app = App()
-        app.gate.clear()
-        async with server(app) as address, connection(address, GET * 1000) as (reader, _):
-            while not app.num_requests:
-                await asyncio.sleep(0)
-            app.gate.set()
-            answer = await reader.read()
-        assert (answer.count(b"HTTP/1.1 200 "), answer.count(b"connection: close"), app.num_requests) == (1, 1, 1)
-
-    asyncio.run(body())
+async def test_a_request_sent_ahead_is_left_to_the_next_connection() -> None:
+    app = App()
+    app.gate.clear()
+    async with server(app) as address, connection(address, GET * 1000) as (reader, _):
+        while not app.num_requests:
+            await asyncio.sleep(0)
+        app.gate.set()
+        answer = await reader.read()
+    assert (answer.count(b"HTTP/1.1 200 "), answer.count(b"connection: close"), app.num_requests) == (1, 1, 1)
 
 
-def test_only_a_client_whose_body_is_wanted_continues() -> None:
+async def test_only_a_client_whose_body_is_wanted_continues() -> None:
     expecting = POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n"
-
-    async def body() -> bytes:
-        async with server(App()) as address, connection(address, expecting) as (reader, writer):
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
-            writer.write(b"ab")
-            return await reader.readuntil(b"\r\n\r\nab")
-
-    assert asyncio.run(body()).startswith(b"HTTP/1.1 200 ")
-    assert answer_to(expecting, App(refuses=True)).startswith(b"HTTP/1.1 401 ")
+    async with server(App()) as address, connection(address, expecting) as (reader, writer):
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
+        writer.write(b"ab")
+        found = await reader.readuntil(b"\r\n\r\nab")
+    assert found.startswith(b"HTTP/1.1 200 ")
+    assert (await answer_to(expecting, App(refuses=True))).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize(
@@ -234,43 +216,39 @@ def test_only_a_client_whose_body_is_wanted_continues() -> None:
         "proxy",
     ],
 )
-def test_requests_that_contradict_themselves_are_refused(sent: bytes, status: int, reason: str) -> None:
+async def test_requests_that_contradict_themselves_are_refused(sent: bytes, status: int, reason: str) -> None:
     app = App()
-    answer = answer_to(sent, app)
+    answer = await answer_to(sent, app)
     assert answer.startswith(b"HTTP/1.1 %d " % status), answer
     assert reason in error_of(answer)["message"]
     assert len(answer) < 1000
     assert not app.num_requests
 
 
-def test_errors_below_the_messages_api_have_its_shape() -> None:
-    answer = answer_to(CHUNKED.replace(b"/v1/completions", b"/v1/messages") + b"1\r\n \r\n" * 10_000)
+async def test_errors_below_the_messages_api_have_its_shape() -> None:
+    answer = await answer_to(CHUNKED.replace(b"/v1/completions", b"/v1/messages") + b"1\r\n \r\n" * 10_000)
     error = json.loads(answer.partition(b"\r\n\r\n")[2])
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
 
 
 @pytest.mark.parametrize("sent", [b"GET /", CHUNKED + b"5\r\na"], ids=["headers", "body"])
-def test_half_a_request_gets_status_408(sent: bytes) -> None:
-    answer = answer_to(sent, header_timeout_s=0.3, body_timeout_s=0.3)
+async def test_half_a_request_gets_status_408(sent: bytes) -> None:
+    answer = await answer_to(sent, header_timeout_s=0.3, body_timeout_s=0.3)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"retry-after: 1" in answer.lower()
     assert error_of(answer)["code"] == "timeout"
 
 
 @pytest.mark.parametrize("sent", [GET, GET[:-2], CHUNKED], ids=["whole", "headers", "body"])
-def test_a_server_that_stops_answers_every_request(sent: bytes) -> None:
-    async def body() -> bytes:
-        app = App()
-        app.gate.clear()
-        http_server = HttpServer(app, HttpConfig(), TlsConfig())
-        await http_server.start()
-        host, _, port = http_server.address.rpartition(":")
-        async with connection((host, int(port)), sent) as (reader, _):
-            await asyncio.sleep(0.1)
-            answer, _ = await asyncio.gather(reader.read(), http_server.stop(0.1))
-            return answer
-
-    answer = asyncio.run(body())
+async def test_a_server_that_stops_answers_every_request(sent: bytes) -> None:
+    app = App()
+    app.gate.clear()
+    http_server = HttpServer(app, HttpConfig(), TlsConfig())
+    await http_server.start()
+    host, _, port = http_server.address.rpartition(":")
+    async with connection((host, int(port)), sent) as (reader, _):
+        await asyncio.sleep(0.1)
+        answer, _ = await asyncio.gather(reader.read(), http_server.stop(0.1))
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"retry-after: 1" in answer.lower()
     assert error_of(answer)["code"] == "unavailable"
@@ -285,9 +263,7 @@ def test_a_server_that_stops_answers_every_request(sent: bytes) -> None:
     ],
     ids=["an offer of HTTP/2", "absolute", "HTTP/1.0"],
 )
-def test_forms_of_a_request_that_are_answered(sent: bytes) -> None:
-    async def body() -> bytes:
-        async with server(App()) as address, connection(address, sent) as (reader, _):
-            return await reader.readuntil(b"\r\n\r\nab")
-
-    assert asyncio.run(body()).startswith(b"HTTP/1.1 200 ")
+async def test_forms_of_a_request_that_are_answered(sent: bytes) -> None:
+    async with server(App()) as address, connection(address, sent) as (reader, _):
+        found = await reader.readuntil(b"\r\n\r\nab")
+    assert found.startswith(b"HTTP/1.1 200 ")

@@ -62,82 +62,71 @@ async def ready(base: str) -> httpx.Response:
     return answer
 
 
-def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> None:
-    async def body() -> None:
-        gate = asyncio.Event()
-        script = Script(TOKENS, gate=gate)
-        settings = ("server.shutdown_delay_s=3", "server.graceful_shutdown_timeout_s=20")
-        async with worker(url, script), process(url, *settings) as child:
-            base = await base_url(child)
-            await ready(base)
-            async with client(base) as api:
-                answer = asyncio.create_task(api.completions.create(**ALL))
-                await until(lambda: len(script.calls) == 1)
-                child.send_signal(signal.SIGTERM)
-                async with asyncio.timeout(60):
-                    while (response := await get(base, "/ready")).status_code == 200:
-                        await asyncio.sleep(0.01)
-                assert response.json()["reason"] == "the router is stopping"
-                assert (await get(base, "/live")).status_code == 200
-                gate.set()
-                assert (await answer).choices[0].text == REST_TEXT
-            assert await asyncio.wait_for(child.wait(), 60) == 0
-
-    asyncio.run(body())
-
-
-def test_a_router_started_with_its_verifier_awaits_it(url: str) -> None:
-    """As `eyas serve` starts it."""
-
-    async def body() -> None:
-        async with process(url, "ready_without_verifiers=false") as child:
-            base = await base_url(child)
+async def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> None:
+    gate = asyncio.Event()
+    script = Script(TOKENS, gate=gate)
+    settings = ("server.shutdown_delay_s=3", "server.graceful_shutdown_timeout_s=20")
+    async with worker(url, script), process(url, *settings) as child:
+        base = await base_url(child)
+        await ready(base)
+        async with client(base) as api:
+            answer = asyncio.create_task(api.completions.create(**ALL))
+            await until(lambda: len(script.calls) == 1)
+            child.send_signal(signal.SIGTERM)
             async with asyncio.timeout(60):
-                while (answer := await get(base, "/ready")).json().get("reason") != "no verifier can be reached":
-                    await asyncio.sleep(0.02)
-            assert answer.status_code == 503
+                while (response := await get(base, "/ready")).status_code == 200:
+                    await asyncio.sleep(0.01)
+            assert response.json()["reason"] == "the router is stopping"
             assert (await get(base, "/live")).status_code == 200
-            async with worker(url, Script(TOKENS)):
-                await ready(base)
-                models = (await get(base, "/v1/models")).json()["data"]
-                assert [model["id"] for model in models] == ["demo"]
-            async with asyncio.timeout(60):
-                while (await get(base, "/health")).status_code == 200:
-                    await asyncio.sleep(0.02)
-            assert (await get(base, "/ready")).status_code == 200
-
-    asyncio.run(body())
+            gate.set()
+            assert (await answer).choices[0].text == REST_TEXT
+        assert await asyncio.wait_for(child.wait(), 60) == 0
 
 
-def test_operations_have_a_port_and_a_drain_has_an_end(url: str) -> None:
+async def test_a_router_started_with_its_verifier_awaits_it(url: str) -> None:
+    """As `eyas serve` starts it."""
+    async with process(url, "ready_without_verifiers=false") as child:
+        base = await base_url(child)
+        async with asyncio.timeout(60):
+            while (answer := await get(base, "/ready")).json().get("reason") != "no verifier can be reached":
+                await asyncio.sleep(0.02)
+        assert answer.status_code == 503
+        assert (await get(base, "/live")).status_code == 200
+        async with worker(url, Script(TOKENS)):
+            await ready(base)
+            models = (await get(base, "/v1/models")).json()["data"]
+            assert [model["id"] for model in models] == ["demo"]
+        async with asyncio.timeout(60):
+            while (await get(base, "/health")).status_code == 200:
+                await asyncio.sleep(0.02)
+        assert (await get(base, "/ready")).status_code == 200
+
+
+async def test_operations_have_a_port_and_a_drain_has_an_end(url: str) -> None:
     """One process for both."""
     private, both = ("/health", "/metrics", "/openapi.json", "/docs"), ("/live", "/ready")
-
-    async def body() -> None:
-        async with process(url, "http.operations_port=0", "server.graceful_shutdown_timeout_s=0.2") as child:
-            api, operations = await base_url(child), await base_url(child)
-            await ready(api)
-            assert [(await get(api, path)).status_code for path in (*private, *both)] == [404] * 4 + [200] * 2
-            answers = {path: await get(operations, path) for path in (*private, *both, "/v1/models")}
-            assert [answers[path].status_code for path in ("/metrics", "/openapi.json", "/docs", *both)] == [200] * 5
-            assert answers["/health"].json()["reason"] == "no verifier can be reached"
-            assert "/v1/completions" in answers["/openapi.json"].json()["paths"]
-            assert answers["/v1/models"].status_code == 404
-            script = Script(TOKENS, stalls_after=1)
-            async with worker(url, script), httpx.AsyncClient(timeout=30) as client:
-                await until_healthy(operations)
-                heads = [(await client.head(f"{operations}{path}")).status_code for path in (*private, *both)]
-                assert heads == [200] * 6
-                async with client.stream("POST", f"{api}/v1/completions", json=ALL | {"stream": True}) as answer:
-                    await anext(answer.aiter_lines())
-                    child.send_signal(signal.SIGTERM)
-                    assert await asyncio.wait_for(child.wait(), 60) == 0
-                await until(lambda: script.num_cancelled == 1)
-
-    asyncio.run(body())
+    async with process(url, "http.operations_port=0", "server.graceful_shutdown_timeout_s=0.2") as child:
+        api, operations = await base_url(child), await base_url(child)
+        await ready(api)
+        assert [(await get(api, path)).status_code for path in (*private, *both)] == [404] * 4 + [200] * 2
+        answers = {path: await get(operations, path) for path in (*private, *both, "/v1/models")}
+        assert [answers[path].status_code for path in ("/metrics", "/openapi.json", "/docs", *both)] == [200] * 5
+        assert answers["/health"].json()["reason"] == "no verifier can be reached"
+        assert "/v1/completions" in answers["/openapi.json"].json()["paths"]
+        assert answers["/v1/models"].status_code == 404
+        script = Script(TOKENS, stalls_after=1)
+        async with worker(url, script), httpx.AsyncClient(timeout=30) as client:
+            await until_healthy(operations)
+            heads = [(await client.head(f"{operations}{path}")).status_code for path in (*private, *both)]
+            assert heads == [200] * 6
+            async with client.stream("POST", f"{api}/v1/completions", json=ALL | {"stream": True}) as answer:
+                await anext(answer.aiter_lines())
+                child.send_signal(signal.SIGTERM)
+                assert await asyncio.wait_for(child.wait(), 60) == 0
+            await until(lambda: script.num_cancelled == 1)
 
 
-def test_what_outlasts_the_drain_ends_with_an_error(url: str) -> None:
+async def test_what_outlasts_the_drain_ends_with_an_error(url: str) -> None:
     """Streams with an event of their API, everything else with a status and the time to retry."""
     chat = {name: value for name, value in CHAT.items() if name != "max_tokens"}
     streams = {
@@ -173,7 +162,7 @@ def test_what_outlasts_the_drain_ends_with_an_error(url: str) -> None:
             assert await asyncio.wait_for(child.wait(), 60) == 0
             return *answers, ended.value, log
 
-    events, answers, unread, call, log = asyncio.run(body())
+    events, answers, unread, call, log = await body()
     reason = "the router is stopping; send the request again"
     assert all(reason in event for event in events)
     assert [event.endswith("data: [DONE]\n\n") for event in events] == [True, True, False, False]

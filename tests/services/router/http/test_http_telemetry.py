@@ -22,20 +22,16 @@ PATHS = [("/v1/completions", ALL, "text_completion"), ("/v1/chat/completions", C
 
 @pytest.mark.parametrize(("path", "body", "operation"), PATHS)
 @pytest.mark.parametrize("change", [{}, {"stream": True}, {"n": 2, "temperature": 0.5}])
-def test_a_response_is_one_span_in_the_client_trace(
+async def test_a_response_is_one_span_in_the_client_trace(
     url: str, path: str, body: dict[str, object], operation: str, change: dict[str, object]
 ) -> None:
     spans = Spans()
-
-    async def run() -> None:
-        async with (
-            worker(url, Script(TOKENS)),
-            http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base,
-        ):
-            answer = await post(base, path, body | change, headers={"traceparent": TRACE[0][1]})
-            assert answer.status_code == 200
-
-    asyncio.run(run())
+    async with (
+        worker(url, Script(TOKENS)),
+        http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base,
+    ):
+        answer = await post(base, path, body | change, headers={"traceparent": TRACE[0][1]})
+        assert answer.status_code == 200
     [request] = spans.named(f"{operation} demo")
     attempts = spans.named("upstream_request")
     assert len(attempts) == change.get("n", 1)
@@ -47,40 +43,32 @@ def test_a_response_is_one_span_in_the_client_trace(
 
 @pytest.mark.parametrize(("path", "body", "operation"), PATHS)
 @pytest.mark.parametrize(("change", "status"), [({}, "UNAVAILABLE"), ({"model": "made up"}, "NOT_FOUND")])
-def test_a_request_that_is_rejected_before_it_runs_counts(
+async def test_a_request_that_is_rejected_before_it_runs_counts(
     url: str, path: str, body: dict[str, object], operation: str, change: dict[str, object], status: str
 ) -> None:
     """An alert on failing requests needs rejected HTTP requests too."""
     spans = Spans()
-
-    async def run() -> None:
-        telemetry, retry = RouterTelemetry(spans.telemetry), RetryConfig(budget_s=0.2)  # no verifier ever comes
-        async with http_router(url, telemetry=telemetry, retry=retry) as base:
-            await post(base, path, body | change, headers={"traceparent": TRACE[0][1]})
-
-    asyncio.run(run())
+    telemetry, retry = RouterTelemetry(spans.telemetry), RetryConfig(budget_s=0.2)  # no verifier ever comes
+    async with http_router(url, telemetry=telemetry, retry=retry) as base:
+        await post(base, path, body | change, headers={"traceparent": TRACE[0][1]})
     assert spans.value("eyas_router_requests_total", model="", status=status) == 1
     [span] = spans.named(operation)
     assert f"{span.context.trace_id:032x}" == TRACE_ID
     assert (span.attributes or {})["error.type"] == status
 
 
-def test_a_request_that_cannot_fit_counts_once(url: str) -> None:
+async def test_a_request_that_cannot_fit_counts_once(url: str) -> None:
     spans = Spans()
-
-    async def run() -> None:
-        async with (
-            worker(url, Script(TOKENS)),
-            http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base,
-        ):
-            answer = await post(base, "/v1/completions", ALL | {"prompt": ["ok", "long"], "max_tokens": 10**6})
-            assert answer.status_code == 400
-
-    asyncio.run(run())
+    async with (
+        worker(url, Script(TOKENS)),
+        http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base,
+    ):
+        answer = await post(base, "/v1/completions", ALL | {"prompt": ["ok", "long"], "max_tokens": 10**6})
+        assert answer.status_code == 400
     assert spans.value("eyas_router_requests_total", model="", status="INVALID_ARGUMENT") == 1
 
 
-def test_every_response_is_counted_by_route_and_status(url: str) -> None:
+async def test_every_response_is_counted_by_route_and_status(url: str) -> None:
     spans, key = Spans(), {"Authorization": "Bearer one"}
     requests = [
         ("/v1/completions", ALL, {}, 401),
@@ -101,7 +89,7 @@ def test_every_response_is_counted_by_route_and_status(url: str) -> None:
                 assert (await post(base, path, body, headers=headers)).status_code == status
             await get(base, "/live")
 
-    asyncio.run(run())
+    await run()
     routes = [path if "made" not in path else "/v1/models/{name:path}" if "models" in path else "" for path, *_ in requests]
     expected = Counter(zip(routes, (str(status) for *_, status in requests), strict=True)) | {("/live", "200"): 1}
     counted = {
@@ -116,17 +104,13 @@ def test_every_response_is_counted_by_route_and_status(url: str) -> None:
     assert counted == expected
 
 
-def test_a_request_begins_before_it_waits_for_a_verifier(url: str) -> None:
+async def test_a_request_begins_before_it_waits_for_a_verifier(url: str) -> None:
     spans, waited_s = Spans(), 0.3
-
-    async def run() -> None:
-        async with http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base:
-            answer = asyncio.create_task(post(base, "/v1/completions", ALL))
-            await asyncio.sleep(waited_s)
-            async with worker(url, Script(TOKENS)):
-                assert (await answer).status_code == 200
-
-    asyncio.run(run())
+    async with http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base:
+        answer = asyncio.create_task(post(base, "/v1/completions", ALL))
+        await asyncio.sleep(waited_s)
+        async with worker(url, Script(TOKENS)):
+            assert (await answer).status_code == 200
     labels = {"gen_ai_operation_name": "text_completion", "gen_ai_provider_name": "eyas", "gen_ai_request_model": "demo"}
     first_s = spans.value("gen_ai_server_time_to_first_token_seconds_sum", **labels)
     whole_s = spans.value("gen_ai_server_request_duration_seconds_sum", **labels, error_type="")
@@ -151,21 +135,17 @@ def json_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_log_line_of_a_request_has_its_id_and_trace(url: str, stream: bool, json_log: io.StringIO) -> None:
+async def test_every_log_line_of_a_request_has_its_id_and_trace(url: str, stream: bool, json_log: io.StringIO) -> None:
     """Also those in the middle and at the end, which other tasks write."""
-
-    async def run() -> None:
-        dying = Script(TOKENS, fails_after=2)
-        async with (
-            worker(url, dying, free_kv_tokens=99_999),
-            worker(url, Script(TOKENS)),
-            http_router(url, telemetry=RouterTelemetry(Spans().telemetry)) as base,
-        ):
-            headers = {"traceparent": TRACE[0][1], "x-request-id": "mine"}
-            await post(base, "/v1/completions", ALL | {"stream": stream}, headers=headers)
-        assert len(dying.calls) == 1
-
-    asyncio.run(run())
+    dying = Script(TOKENS, fails_after=2)
+    async with (
+        worker(url, dying, free_kv_tokens=99_999),
+        worker(url, Script(TOKENS)),
+        http_router(url, telemetry=RouterTelemetry(Spans().telemetry)) as base,
+    ):
+        headers = {"traceparent": TRACE[0][1], "x-request-id": "mine"}
+        await post(base, "/v1/completions", ALL | {"stream": stream}, headers=headers)
+    assert len(dying.calls) == 1
     lines = [line for line in map(json.loads, json_log.getvalue().splitlines()) if line["message"].startswith("request ")]
     assert [line["level"] for line in lines] == ["WARNING", "INFO"]
     assert {(line.get("request_id"), line.get("trace_id")) for line in lines} == {("cmpl-mine", TRACE_ID)}

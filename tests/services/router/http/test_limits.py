@@ -88,49 +88,40 @@ async def respond(scope: Any, receive: Any, send: Any) -> None:
     ],
     ids=["nothing", "headers", "body"],
 )
-def test_half_a_request_ends_its_connection(url: str, sent: bytes, received: bytes) -> None:
-    async def body() -> bytes:
-        async with http_router(url, limits=LIMITS) as base:
-            return await response(base, sent)
-
-    assert received in asyncio.run(body()).partition(b"\r\n")[0]
+async def test_half_a_request_ends_its_connection(url: str, sent: bytes, received: bytes) -> None:
+    async with http_router(url, limits=LIMITS) as base:
+        found = await response(base, sent)
+    assert received in found.partition(b"\r\n")[0]
 
 
 @pytest.mark.parametrize("header", [b"X: " + b"a" * 40_000, b"X: a\r\n" * 8000], ids=["long", "many"])
-def test_headers_beyond_the_limit_end_their_connection(header: bytes) -> None:
-    async def body() -> bytes:
-        async with server(replace(LimitsConfig(), max_header_bytes=4096)) as base:
-            return await response(base, HEAD + header)
-
-    assert asyncio.run(body()).startswith(b"HTTP/1.1 431 ")
+async def test_headers_beyond_the_limit_end_their_connection(header: bytes) -> None:
+    async with server(replace(LimitsConfig(), max_header_bytes=4096)) as base:
+        found = await response(base, HEAD + header)
+    assert found.startswith(b"HTTP/1.1 431 ")
 
 
-def test_a_kept_connection_ends_when_idle_or_half_used() -> None:
-    async def body() -> None:
-        async with server(LIMITS) as base:
-            whole = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
-            assert (await response(base, whole)).count(b"200 OK") == 1
-            reader, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
-            async with asyncio.timeout(20):
-                for sent in (whole, b"\r\n" + whole):
-                    writer.write(sent)
-                    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-                writer.write(b"GET /")
-                assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
-            writer.close()
-
-    asyncio.run(body())
+async def test_a_kept_connection_ends_when_idle_or_half_used() -> None:
+    async with server(LIMITS) as base:
+        whole = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
+        assert (await response(base, whole)).count(b"200 OK") == 1
+        reader, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
+        async with asyncio.timeout(20):
+            for sent in (whole, b"\r\n" + whole):
+                writer.write(sent)
+                assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+            writer.write(b"GET /")
+            assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
 
 
-def test_without_a_key_no_body_is_awaited(url: str) -> None:
-    async def body() -> bytes:
-        async with http_router(url, keys=ApiKeys(plain_keys(["one"], "test")), limits=LIMITS) as base:
-            return await response(base, HEAD + b"Content-Length: 16000000\r\n\r\n")
-
-    assert asyncio.run(body()).startswith(b"HTTP/1.1 401 ")
+async def test_without_a_key_no_body_is_awaited(url: str) -> None:
+    async with http_router(url, keys=ApiKeys(plain_keys(["one"], "test")), limits=LIMITS) as base:
+        found = await response(base, HEAD + b"Content-Length: 16000000\r\n\r\n")
+    assert found.startswith(b"HTTP/1.1 401 ")
 
 
-def test_connections_are_limited_in_all_and_by_peer() -> None:
+async def test_connections_are_limited_in_all_and_by_peer() -> None:
     async def check(limits: LimitsConfig) -> None:
         async with server(limits) as base:
             async with connection(base, b"GET"), connection(base, b"GET"):
@@ -141,30 +132,26 @@ def test_connections_are_limited_in_all_and_by_peer() -> None:
                 while b"503" in await response(base, b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"):
                     await asyncio.sleep(0.01)
 
-    asyncio.run(check(LimitsConfig(max_connections_per_peer=2)))
-    asyncio.run(check(LimitsConfig(max_connections=2)))
+    await check(LimitsConfig(max_connections_per_peer=2))
+    await check(LimitsConfig(max_connections=2))
 
 
-def test_unfinished_bodies_share_a_memory_budget(url: str) -> None:
+async def test_unfinished_bodies_share_a_memory_budget(url: str) -> None:
     limits = LimitsConfig(max_request_bytes=2**20, max_pending_bytes=2**20)
-
-    async def body() -> None:
-        script = Script(TOKENS, gate=asyncio.Event())
-        async with worker(url, script), http_router(url, limits=limits) as base:
-            long = ALL | {"user": "u" * 900_000}
-            first = asyncio.create_task(post(base, "/v1/completions", long))
-            await until(lambda: bool(script.calls))
-            second = await post(base, "/v1/completions", long)
-            assert (second.status_code, second.headers["retry-after"]) == (429, "1")
-            assert "limits.max_pending_bytes" in second.json()["error"]["message"]
-            assert script.gate
-            script.gate.set()
-            assert (await first).status_code == 200
-            async with asyncio.timeout(60):  # the first request is counted a moment longer than its response takes
-                while (await post(base, "/v1/completions", long)).status_code != 200:
-                    await asyncio.sleep(0.01)
-
-    asyncio.run(body())
+    script = Script(TOKENS, gate=asyncio.Event())
+    async with worker(url, script), http_router(url, limits=limits) as base:
+        long = ALL | {"user": "u" * 900_000}
+        first = asyncio.create_task(post(base, "/v1/completions", long))
+        await until(lambda: bool(script.calls))
+        second = await post(base, "/v1/completions", long)
+        assert (second.status_code, second.headers["retry-after"]) == (429, "1")
+        assert "limits.max_pending_bytes" in second.json()["error"]["message"]
+        assert script.gate
+        script.gate.set()
+        assert (await first).status_code == 200
+        async with asyncio.timeout(60):  # the first request is counted a moment longer than its response takes
+            while (await post(base, "/v1/completions", long)).status_code != 200:
+                await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(
@@ -176,43 +163,35 @@ def test_unfinished_bodies_share_a_memory_budget(url: str) -> None:
     ],
     ids=["completions", "chat", "prompts, streamed"],
 )
-def test_output_that_never_fits_the_memory_budget_is_refused(url: str, path: str, asked: dict[str, Any]) -> None:
+async def test_output_that_never_fits_the_memory_budget_is_refused(url: str, path: str, asked: dict[str, Any]) -> None:
     """Streams keep none of their output, but log-probabilities of prompts come at once."""
     limits = LimitsConfig(max_request_bytes=2**18, max_pending_bytes=2**18)
-
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, limits=limits) as base:
-            refused = await post(base, path, asked)
-            assert refused.status_code == 400, refused.text
-            assert f"above the {2**18} that a key or address may hold of limits.max_pending_bytes" in refused.text
-            for more in ({"n": 1}, {"stream": True}):
-                answered = await post(base, path, asked | {name: PROMPT_TEXT for name in asked if name == "prompt"} | more)
-                assert answered.status_code == 200
-                assert "limits.max_pending_bytes" not in answered.text
-
-    asyncio.run(body())
+    async with worker(url, Script(TOKENS)), http_router(url, limits=limits) as base:
+        refused = await post(base, path, asked)
+        assert refused.status_code == 400, refused.text
+        assert f"above the {2**18} that a key or address may hold of limits.max_pending_bytes" in refused.text
+        for more in ({"n": 1}, {"stream": True}):
+            answered = await post(base, path, asked | {name: PROMPT_TEXT for name in asked if name == "prompt"} | more)
+            assert answered.status_code == 200
+            assert "limits.max_pending_bytes" not in answered.text
 
 
-def test_log_probabilities_of_prompts_are_counted_beforehand(url: str) -> None:
+async def test_log_probabilities_of_prompts_are_counted_beforehand(url: str) -> None:
     """A key may hold half of the memory; what others hold now gives 429, and nothing is computed for either."""
     limits = LimitsConfig(max_request_bytes=2**16, max_pending_bytes=2**20)
     asked = ALL | {"prompt": [5] * 500, "prompt_logprobs": 1, "max_tokens": 1}
-
-    async def body() -> None:
-        script = Script((5,) * 600, gate=asyncio.Event())
-        async with worker(url, script), http_router(url, limits=limits) as base:
-            first = asyncio.create_task(post(base, "/v1/completions", asked))
-            await until(lambda: len(script.calls) == 1)
-            second = await post(base, "/v1/completions", asked | {"stream": True})
-            assert (second.status_code, "try again" in second.text) == (429, True)
-            never = await post(base, "/v1/completions", asked | {"prompt": [[5] * 500] * 2})
-            assert (never.status_code, "limits.max_pending_bytes" in never.text) == (400, True)
-            assert script.gate
-            script.gate.set()
-            assert len((await first).json()["choices"][0]["prompt_logprobs"]) == 500
-            assert len(script.calls) == 1
-
-    asyncio.run(body())
+    script = Script((5,) * 600, gate=asyncio.Event())
+    async with worker(url, script), http_router(url, limits=limits) as base:
+        first = asyncio.create_task(post(base, "/v1/completions", asked))
+        await until(lambda: len(script.calls) == 1)
+        second = await post(base, "/v1/completions", asked | {"stream": True})
+        assert (second.status_code, "try again" in second.text) == (429, True)
+        never = await post(base, "/v1/completions", asked | {"prompt": [[5] * 500] * 2})
+        assert (never.status_code, "limits.max_pending_bytes" in never.text) == (400, True)
+        assert script.gate
+        script.gate.set()
+        assert len((await first).json()["choices"][0]["prompt_logprobs"]) == 500
+        assert len(script.calls) == 1
 
 
 @pytest.mark.parametrize("asked", [{"prompt_logprobs": 20}, {"echo": True, "logprobs": 5}], ids=["prompt_logprobs", "echo"])
@@ -272,75 +251,61 @@ def long_bodies() -> list[tuple[dict[str, Any], str]]:
     ]
 
 
-def test_no_body_keeps_the_event_loop_busy(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=60) as client:
-            for changes, message in long_bodies():
-                data = json.dumps(ALL | changes).encode()
-                async with LongestStep() as step:
-                    answer = await client.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
-                assert answer.status_code == 400, answer.text
-                assert message in answer.json()["error"]["message"], answer.text
-                assert len(answer.content) < 2000
-                assert step.longest < 30_000, (message, step.longest)
-            answer = await client.post("/v1/completions", json=ALL | {"model": "m" * 1_000_000})
-            assert (answer.status_code, len(answer.content) < 500) == (404, True)
-            assert script.calls == []
-            assert (await get(base, "/live")).status_code == 200
-
-    asyncio.run(body())
-
-
-def test_many_prompts_start_in_small_steps(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script), http_router(url) as base:
-            many = {"prompt": [list(PROMPT)] * 100, "logit_bias": {str(i): 1.0 for i in range(500)}, "max_tokens": 1}
+async def test_no_body_keeps_the_event_loop_busy(url: str) -> None:
+    script = Script(TOKENS)
+    async with worker(url, script), http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=60) as client:
+        for changes, message in long_bodies():
+            data = json.dumps(ALL | changes).encode()
             async with LongestStep() as step:
-                answer = await post(base, "/v1/completions", ALL | many)
-            assert answer.status_code == 200, answer.text
-            assert [choice["index"] for choice in answer.json()["choices"]] == list(range(100))
-            assert len(script.calls) == 100
-            assert step.longest < 30_000, step.longest
+                answer = await client.post("/v1/completions", content=data, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 400, answer.text
+            assert message in answer.json()["error"]["message"], answer.text
+            assert len(answer.content) < 2000
+            assert step.longest < 30_000, (message, step.longest)
+        answer = await client.post("/v1/completions", json=ALL | {"model": "m" * 1_000_000})
+        assert (answer.status_code, len(answer.content) < 500) == (404, True)
+        assert script.calls == []
+        assert (await get(base, "/live")).status_code == 200
 
-    asyncio.run(body())
+
+async def test_many_prompts_start_in_small_steps(url: str) -> None:
+    script = Script(TOKENS)
+    async with worker(url, script), http_router(url) as base:
+        many = {"prompt": [list(PROMPT)] * 100, "logit_bias": {str(i): 1.0 for i in range(500)}, "max_tokens": 1}
+        async with LongestStep() as step:
+            answer = await post(base, "/v1/completions", ALL | many)
+        assert answer.status_code == 200, answer.text
+        assert [choice["index"] for choice in answer.json()["choices"]] == list(range(100))
+        assert len(script.calls) == 100
+        assert step.longest < 30_000, step.longest
 
 
 @pytest.mark.parametrize(("num_prompts", "n"), [(150, 1), (4, 40)])
-def test_a_body_runs_a_bounded_number_of_completions(url: str, num_prompts: int, n: int) -> None:
-    async def body() -> None:
-        script, num_completions = Script(TOKENS, gate=asyncio.Event()), num_prompts * n
-        changes = {"prompt": [list(PROMPT)] * num_prompts, "n": n, "temperature": 1.0, "max_tokens": 3}
-        async with worker(url, script), http_router(url) as base:
-            answer = asyncio.create_task(post(base, "/v1/completions", ALL | changes))
-            await until(lambda: len(script.calls) == MAX_CONCURRENT_COMPLETIONS)
-            for _ in range(5):
-                assert (await get(base, "/live")).status_code == 200
-            assert len(script.calls) == MAX_CONCURRENT_COMPLETIONS
-            assert script.gate
-            script.gate.set()
-            choices = (await answer).json()["choices"]
-            assert [choice["index"] for choice in choices] == list(range(num_completions))
-            assert len(script.calls) == num_completions
-
-    asyncio.run(body())
+async def test_a_body_runs_a_bounded_number_of_completions(url: str, num_prompts: int, n: int) -> None:
+    script, num_completions = Script(TOKENS, gate=asyncio.Event()), num_prompts * n
+    changes = {"prompt": [list(PROMPT)] * num_prompts, "n": n, "temperature": 1.0, "max_tokens": 3}
+    async with worker(url, script), http_router(url) as base:
+        answer = asyncio.create_task(post(base, "/v1/completions", ALL | changes))
+        await until(lambda: len(script.calls) == MAX_CONCURRENT_COMPLETIONS)
+        for _ in range(5):
+            assert (await get(base, "/live")).status_code == 200
+        assert len(script.calls) == MAX_CONCURRENT_COMPLETIONS
+        assert script.gate
+        script.gate.set()
+        choices = (await answer).json()["choices"]
+        assert [choice["index"] for choice in choices] == list(range(num_completions))
+        assert len(script.calls) == num_completions
 
 
 @pytest.mark.parametrize("changes", [{}, {"stream": True}, {"echo": True, "logprobs": 1}])
-def test_log_probabilities_of_a_prompt_come_in_small_steps(url: str, changes: dict[str, Any]) -> None:
-    async def body() -> None:
-        script, model = Script((5,) * 6010), replace(MODEL, max_model_len=10_000)
-        fields = {"prompt": [5] * 6000, "max_tokens": 10} | (
-            changes if "echo" in changes else {"prompt_logprobs": 1} | changes
-        )
-        async with worker(url, script, model=model), http_router(url) as base, LongestStep() as step:
-            answer = await post(base, "/v1/completions", ALL | fields)
-        assert answer.status_code == 200, answer.text
-        assert answer.text.count("-0.5") >= 5999
-        assert step.longest < 60_000, step.longest  # the scripted verifier takes most of them
-
-    asyncio.run(body())
+async def test_log_probabilities_of_a_prompt_come_in_small_steps(url: str, changes: dict[str, Any]) -> None:
+    script, model = Script((5,) * 6010), replace(MODEL, max_model_len=10_000)
+    fields = {"prompt": [5] * 6000, "max_tokens": 10} | (changes if "echo" in changes else {"prompt_logprobs": 1} | changes)
+    async with worker(url, script, model=model), http_router(url) as base, LongestStep() as step:
+        answer = await post(base, "/v1/completions", ALL | fields)
+    assert answer.status_code == 200, answer.text
+    assert answer.text.count("-0.5") >= 5999
+    assert step.longest < 60_000, step.longest  # the scripted verifier takes most of them
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 200, 5000])
@@ -351,30 +316,23 @@ def test_json_is_encoded_in_small_parts(length: int) -> None:
     assert max(map(len, pieces(value))) <= 10 * LARGE_NUM_VALUES
 
 
-def test_a_client_that_leaves_ends_all_completions_of_its_body(url: str) -> None:
-    async def body() -> None:
-        script = Script(TOKENS, gate=asyncio.Event())
-        async with worker(url, script), http_router(url) as base:
-            answer = asyncio.create_task(post(base, "/v1/completions", ALL | {"prompt": [list(PROMPT)] * 150}))
-            await until(lambda: len(script.calls) == MAX_CONCURRENT_COMPLETIONS)
-            answer.cancel()
-            await until(lambda: script.num_cancelled == MAX_CONCURRENT_COMPLETIONS)
-            assert len(script.calls) == MAX_CONCURRENT_COMPLETIONS
-
-    asyncio.run(body())
+async def test_a_client_that_leaves_ends_all_completions_of_its_body(url: str) -> None:
+    script = Script(TOKENS, gate=asyncio.Event())
+    async with worker(url, script), http_router(url) as base:
+        answer = asyncio.create_task(post(base, "/v1/completions", ALL | {"prompt": [list(PROMPT)] * 150}))
+        await until(lambda: len(script.calls) == MAX_CONCURRENT_COMPLETIONS)
+        answer.cancel()
+        await until(lambda: script.num_cancelled == MAX_CONCURRENT_COMPLETIONS)
+        assert len(script.calls) == MAX_CONCURRENT_COMPLETIONS
 
 
-def test_a_body_in_small_chunks_is_read_in_small_steps() -> None:
+async def test_a_body_in_small_chunks_is_read_in_small_steps() -> None:
     chunk = b"200\r\n" + b"x" * 512 + b"\r\n"
-
-    async def body() -> None:
-        async with server(LimitsConfig()) as base:
-            chunks = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 5000 + b"0\r\n\r\n"
-            async with LongestStep() as step:
-                assert b"200 OK" in await response(base, chunks)
-            assert step.longest < 5000, step.longest
-
-    asyncio.run(body())
+    async with server(LimitsConfig()) as base:
+        chunks = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 5000 + b"0\r\n\r\n"
+        async with LongestStep() as step:
+            assert b"200 OK" in await response(base, chunks)
+        assert step.longest < 5000, step.longest
 
 
 @pytest.mark.parametrize(
@@ -434,15 +392,12 @@ def test_a_body_of_many_mistakes_is_not_checked_to_its_end(model: type[Body], ch
     assert isinstance(raised.value, InvalidRequest) if not most else raised.value.error_count() <= most
 
 
-def test_a_longer_prompt_needs_a_higher_limit(url: str) -> None:
-    async def body() -> list[str]:
-        messages = []
-        for limits in (replace(LimitsConfig(), max_request_values=100), LimitsConfig()):
-            async with worker(url, Script(TOKENS)), http_router(url, limits=limits) as base:
-                answer = await post(base, "/v1/completions", ALL | {"prompt": [5] * 5000})
-                messages.append(answer.json()["error"]["message"])
-        return messages
-
-    few, many = asyncio.run(body())
+async def test_a_longer_prompt_needs_a_higher_limit(url: str) -> None:
+    messages = []
+    for limits in (replace(LimitsConfig(), max_request_values=100), LimitsConfig()):
+        async with worker(url, Script(TOKENS)), http_router(url, limits=limits) as base:
+            answer = await post(base, "/v1/completions", ALL | {"prompt": [5] * 5000})
+            messages.append(answer.json()["error"]["message"])
+    few, many = messages
     assert few == "the body holds more than 100 values; send text instead of token ids, or several requests"
     assert many == "prompt of 5000 tokens exceeds the context length 2048; shorten it"

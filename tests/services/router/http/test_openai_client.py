@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI, NotFoundError, OpenAI
+from openai import NotFoundError, OpenAI
 
 from tests.support.services.http_router import (
     ALL,
@@ -14,7 +14,7 @@ from tests.support.services.http_router import (
     TOKENIZER,
     Script,
     http_router,
-    with_router,
+    served,
     worker,
 )
 from tests.support.services.scripted_verifier import CHUNK_TOKENS, PROMPT, REST, TEXT, TOKENS
@@ -31,8 +31,9 @@ async def texts(events: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT_TEXT, [PROMPT_TEXT], list(PROMPT), [list(PROMPT)]])
-def test_a_completion_is_whole(url: str, prompt: Any) -> None:
-    answer = with_router(url, lambda client: client.completions.create(**ALL | {"prompt": prompt}))
+async def test_a_completion_is_whole(url: str, prompt: Any) -> None:
+    async with served(url) as client:
+        answer = await client.completions.create(**ALL | {"prompt": prompt})
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == (REST_TEXT, "length", 0, None)
     assert numbers(answer.usage) == USAGE
@@ -40,31 +41,28 @@ def test_a_completion_is_whole(url: str, prompt: Any) -> None:
     assert answer._request_id == answer.id
 
 
-def test_a_chat_is_whole(url: str) -> None:
-    answer = with_router(url, lambda client: client.chat.completions.create(**CHAT))
+async def test_a_chat_is_whole(url: str) -> None:
+    async with served(url) as client:
+        answer = await client.chat.completions.create(**CHAT)
     (choice,) = answer.choices
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", REST_TEXT, "length")
     assert numbers(answer.usage) == USAGE
     assert answer.object == "chat.completion"
 
 
-def test_a_completion_streams_and_ends_with_its_usage(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> list[Any]:
+async def test_a_completion_streams_and_ends_with_its_usage(url: str) -> None:
+    async with served(url) as client:
         options = {"stream": True, "stream_options": {"include_usage": True}}
-        return [event async for event in await client.completions.create(**ALL | options)]
-
-    *events, last = with_router(url, body)
+        *events, last = [event async for event in await client.completions.create(**ALL | options)]
     assert "".join(event.choices[0].text for event in events) == REST_TEXT
     assert [event.choices[0].finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
     assert len(events) < len(REST), "usage counts tokens, and a chunk has several"
     assert (last.choices, numbers(last.usage)) == ([], USAGE)
 
 
-def test_a_chat_streams_its_role_once(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> list[Any]:
-        return [event async for event in await client.chat.completions.create(**CHAT, stream=True)]
-
-    events = with_router(url, body)
+async def test_a_chat_streams_its_role_once(url: str) -> None:
+    async with served(url) as client:
+        events = [event async for event in await client.chat.completions.create(**CHAT, stream=True)]
     assert "".join(event.choices[0].delta.content or "" for event in events) == REST_TEXT
     assert [event.choices[0].delta.role for event in events] == ["assistant"] + [None] * (len(events) - 1)
     assert [event.choices[0].finish_reason for event in events] == [None] * (len(events) - 1) + ["length"]
@@ -77,14 +75,13 @@ def predictions(usage: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_usage_reports_accepted_and_rejected_draft_tokens(url: str, n: int) -> None:
+async def test_usage_reports_accepted_and_rejected_draft_tokens(url: str, n: int) -> None:
     """The scripted verifier drafts eight tokens in each step, and accepts all tokens of a chunk but the last."""
     num_verify_steps = -(-len(REST) // CHUNK_TOKENS)
     accepted = n * (len(REST) - num_verify_steps)
     request: dict[str, Any] = {"n": n, "seed": 1, "temperature": 1}
     streaming = request | {"stream": True, "stream_options": {"include_usage": True}}
-
-    async def body(client: AsyncOpenAI) -> None:
+    async with served(url) as client:
         whole = await client.completions.create(**ALL | request)
         chat = await client.chat.completions.create(**CHAT | request)
         *_, last = [event async for event in await client.chat.completions.create(**CHAT | streaming)]
@@ -92,21 +89,16 @@ def test_usage_reports_accepted_and_rejected_draft_tokens(url: str, n: int) -> N
             assert predictions(answer.usage) == (accepted, 8 * n * num_verify_steps - accepted)
             assert not hasattr(answer, "metrics")
 
-    with_router(url, body)
 
-
-def test_speculation_statistics_are_returned_on_request(url: str) -> None:
+async def test_speculation_statistics_are_returned_on_request(url: str) -> None:
     num_verify_steps = -(-len(REST) // CHUNK_TOKENS)
     accepted = len(REST) - num_verify_steps
     own: dict[str, Any] = {"extra_body": {"return_speculation": True}}
-
-    async def body(client: AsyncOpenAI) -> Any:
+    async with served(url) as client:
         whole = await client.completions.create(**ALL, **own)
         *_, last = [event async for event in await client.chat.completions.create(**CHAT, stream=True, **own)]
         scored = await client.completions.create(**ALL | {"max_tokens": 0, "echo": True}, **own)
-        return whole.metrics, last.metrics, scored.metrics["speculative_decoding"]["num_spec_steps"]
-
-    whole, last, scored = with_router(url, body)
+        whole, last, scored = whole.metrics, last.metrics, scored.metrics["speculative_decoding"]["num_spec_steps"]
     histogram = whole["speculative_decoding"].pop("acceptance_histogram")
     assert whole["speculative_decoding"] == {
         "mean_acceptance_length": len(REST) / num_verify_steps,
@@ -120,93 +112,81 @@ def test_speculation_statistics_are_returned_on_request(url: str) -> None:
     assert scored == 0, "the one token that scoring costs does not count"
 
 
-def test_the_blocking_client_is_served_too(url: str) -> None:
+async def test_the_blocking_client_is_served_too(url: str) -> None:
     def complete(base: str) -> tuple[Any, str]:
         with OpenAI(base_url=f"{base}/v1", api_key="none") as client:
             parts = client.chat.completions.create(**CHAT, stream=True)
             text = "".join(part.choices[0].delta.content or "" for part in parts)
             return client.completions.create(**ALL).choices[0].text, text
 
-    async def body() -> tuple[Any, str]:
-        async with worker(url, Script(TOKENS)), http_router(url) as base:
-            return await asyncio.to_thread(complete, base)
-
-    assert asyncio.run(body()) == (REST_TEXT, REST_TEXT)
+    async with worker(url, Script(TOKENS)), http_router(url) as base:
+        found = await asyncio.to_thread(complete, base)
+    assert found == (REST_TEXT, REST_TEXT)
 
 
-def test_a_client_that_drops_its_stream_does_not_harm_the_next(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> str:
+async def test_a_client_that_drops_its_stream_does_not_harm_the_next(url: str) -> None:
+    async with served(url) as client:
         async with await client.completions.create(**ALL, stream=True) as events:
             await anext(aiter(events))
-        return "".join(await texts(await client.completions.create(**ALL, stream=True)))
+        found = "".join(await texts(await client.completions.create(**ALL, stream=True)))
+    assert found == REST_TEXT
 
-    assert with_router(url, body) == REST_TEXT
 
-
-def test_a_stop_string_ends_the_text(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> Any:
+async def test_a_stop_string_ends_the_text(url: str) -> None:
+    async with served(url) as client:
         stopped = ALL | {"stop": ["nowhere", "Eagle"]}
         whole = await client.completions.create(**stopped)
-        return whole.choices[0], "".join(await texts(await client.completions.create(**stopped, stream=True)))
-
-    choice, streamed = with_router(url, body)
+        streamed = "".join(await texts(await client.completions.create(**stopped, stream=True)))
+    (choice,) = whole.choices
     assert choice.text == streamed == TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
     assert choice.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_of_several_prompts_and_n_are_numbered(url: str, stream: bool) -> None:
+async def test_choices_of_several_prompts_and_n_are_numbered(url: str, stream: bool) -> None:
     """The second prompt is two tokens longer, so its completion is two tokens shorter."""
     prompts = [list(PROMPT), list(TOKENS[: len(PROMPT) + 2])]
+    request = ALL | {"prompt": prompts, "n": 2, "temperature": 1, "seed": 5}
     found: dict[int, str] = {}
-
-    async def body(client: AsyncOpenAI) -> None:
-        request = ALL | {"prompt": prompts, "n": 2, "temperature": 1, "seed": 5}
+    async with served(url) as client:
+        answer = await client.completions.create(**request, stream=stream)
         if not stream:
-            answer = await client.completions.create(**request)
-            found.update({choice.index: choice.text for choice in answer.choices})
             assert numbers(answer.usage) == (10, 4 * len(REST) - 4, 10 + 4 * len(REST) - 4, 8)
-            return
-        async for event in await client.completions.create(**request, stream=True):
-            (choice,) = event.choices
-            found[choice.index] = found.get(choice.index, "") + choice.text
-
-    with_router(url, body)
+        for event in [event async for event in answer] if stream else [answer]:
+            for choice in event.choices:
+                found[choice.index] = found.get(choice.index, "") + choice.text
     rests = [TOKENIZER.decode(TOKENS[len(prompt) :]) for prompt in prompts]
     assert found == {0: rests[0], 1: rests[0], 2: rests[1], 3: rests[1]}
 
 
-def test_echo_returns_the_prompt_first(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> Any:
+async def test_echo_returns_the_prompt_first(url: str) -> None:
+    async with served(url) as client:
         prompts = ALL | {"prompt": [PROMPT_TEXT, list(PROMPT)], "echo": True}
         answer = await client.completions.create(**prompts)
         streamed = await client.completions.create(**prompts | {"prompt": PROMPT_TEXT}, stream=True)
-        return [choice.text for choice in answer.choices], "".join(await texts(streamed))
+        found = [choice.text for choice in answer.choices], "".join(await texts(streamed))
+    assert found == ([TEXT, TEXT], TEXT)
 
-    assert with_router(url, body) == ([TEXT, TEXT], TEXT)
 
-
-def test_models_are_listed_and_found(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> Any:
-        return [model async for model in client.models.list()], await client.models.retrieve("demo")
-
-    (listed,), found = with_router(url, body)
+async def test_models_are_listed_and_found(url: str) -> None:
+    async with served(url) as client:
+        (listed,) = [model async for model in client.models.list()]
+        found = await client.models.retrieve("demo")
     assert listed == found
     assert (found.id, found.object, found.max_model_len) == ("demo", "model", 2048)
 
 
-def test_aliases_are_listed_and_accepted(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> Any:
+async def test_aliases_are_listed_and_accepted(url: str) -> None:
+    async with served(url, aliases={"other": "demo"}) as client:
         listed = [model.id async for model in client.models.list()]
         answer = await client.completions.create(model="other", prompt="x", temperature=0)
         with pytest.raises(NotFoundError, match="known: demo, other"):
             await client.completions.create(model="third", prompt="x")
-        return listed, answer.model, (await client.models.retrieve("other")).id
+        found = listed, answer.model, (await client.models.retrieve("other")).id
+    assert found == (["demo", "other"], "demo", "other")
 
-    assert with_router(url, body, aliases={"other": "demo"}) == (["demo", "other"], "demo", "other")
 
-
-def test_request_parameters_reach_the_verifier(url: str) -> None:
+async def test_request_parameters_reach_the_verifier(url: str) -> None:
     script = Script(TOKENS)
     own = {
         "top_k": 5, "min_p": 0.1, "min_tokens": 2, "repetition_penalty": 1.1, "stop_token_ids": [9], "ignore_eos": True,
@@ -216,11 +196,8 @@ def test_request_parameters_reach_the_verifier(url: str) -> None:
         "temperature": 0.5, "top_p": 0.9, "seed": 11, "presence_penalty": 0.5, "frequency_penalty": -0.5, "max_tokens": 7,
         "logit_bias": {"5": 2, "9": -1.5}, "user": "u", "metadata": {"a": "b"}, "store": False, "extra_body": own,
     }  # fmt: skip
-
-    async def body(client: AsyncOpenAI) -> Any:
-        return await client.chat.completions.create(**request, extra_headers={"X-Request-Id": "mine"})
-
-    answer = with_router(url, body, script)
+    async with served(url, script) as client:
+        answer = await client.chat.completions.create(**request, extra_headers={"X-Request-Id": "mine"})
     (call,) = script.calls
     sampling = call.request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.seed, sampling.max_tokens) == (0.5, 0.9, 11, 7)
@@ -232,35 +209,27 @@ def test_request_parameters_reach_the_verifier(url: str) -> None:
     assert call.request.id == answer.id == "chatcmpl-mine"
 
 
-def test_an_id_of_the_client_is_cut_and_escaped(url: str) -> None:
+async def test_an_id_of_the_client_is_cut_and_escaped(url: str) -> None:
     script = Script(TOKENS)
-
-    async def body(client: AsyncOpenAI) -> Any:
-        return await client.chat.completions.create(**CHAT, extra_headers={"X-Request-Id": "a\t" + "b" * 300})
-
-    answer = with_router(url, body, script)
+    async with served(url, script) as client:
+        answer = await client.chat.completions.create(**CHAT, extra_headers={"X-Request-Id": "a\t" + "b" * 300})
     assert script.calls[0].request.id == answer.id == "chatcmpl-a\\t" + "b" * 109
 
 
 @pytest.mark.parametrize(("own", "expected"), [(" ", None), ("a ", "chatcmpl-a"), ("漢", "chatcmpl-\\u6f22")])
-def test_an_id_of_the_body_fits_a_header(own: str, expected: str | None, url: str) -> None:
-    async def body(client: AsyncOpenAI) -> Any:
-        return await client.chat.completions.create(**CHAT, extra_body={"request_id": own})
-
-    answer = with_router(url, body, Script(TOKENS))
+async def test_an_id_of_the_body_fits_a_header(own: str, expected: str | None, url: str) -> None:
+    async with served(url, Script(TOKENS)) as client:
+        answer = await client.chat.completions.create(**CHAT, extra_body={"request_id": own})
     assert answer._request_id == answer.id
     assert answer.id == expected or expected is None
 
 
-def test_a_chat_may_go_on_to_the_end_of_the_context(url: str) -> None:
+async def test_a_chat_may_go_on_to_the_end_of_the_context(url: str) -> None:
     script = Script(TOKENS)
     request = {name: value for name, value in CHAT.items() if name != "max_tokens"}
-
-    async def body(client: AsyncOpenAI) -> None:
+    async with served(url, script) as client:
         await client.chat.completions.create(**request)
         await client.chat.completions.create(**request, max_completion_tokens=5)
         await client.completions.create(model="demo", prompt=PROMPT_TEXT, temperature=0)
-
-    with_router(url, body, script)
     assert [call.request.sampling.max_tokens for call in script.calls] == [2048 - len(PROMPT), 5, 16]
     assert {call.request.prompt_ids for call in script.calls} == {PROMPT}

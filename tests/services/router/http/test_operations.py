@@ -54,7 +54,7 @@ from tests.support.services.redis_server import running_redis
 from tests.support.services.scripted_verifier import LEASE_S, MODEL, RETRY, TOKENS
 
 
-def test_a_router_without_verifiers_is_ready_but_not_healthy(url: str) -> None:
+async def test_a_router_without_verifiers_is_ready_but_not_healthy(url: str) -> None:
     async def poll(base: str, path: str, awaited: Callable[[httpx.Response], bool]) -> dict[str, object]:
         async with asyncio.timeout(60):
             while not awaited(answer := await get(base, path)):
@@ -73,37 +73,31 @@ def test_a_router_without_verifiers_is_ready_but_not_healthy(url: str) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
         assert int(answer.headers["retry-after"]) >= 1
 
-    async def body() -> None:
-        async with http_router(url, retry=replace(RETRY, budget_s=0.3)) as base:
-            assert await becomes(base, "/ready", 200) == {"status": "ready"}
-            await serves_only_later(base)
-            async with worker(url, Script(TOKENS)), worker(url, Script(()), "draft"):
-                workers = {"verifiers": 1, "reachable_verifiers": 1, "drafters": 1}
-                healthy = {"status": "healthy", "models": {"demo": workers}}
-                await poll(base, "/health", lambda answer: bool(answer.json() == healthy))
-            await serves_only_later(base)
-
-    asyncio.run(body())
+    async with http_router(url, retry=replace(RETRY, budget_s=0.3)) as base:
+        assert await becomes(base, "/ready", 200) == {"status": "ready"}
+        await serves_only_later(base)
+        async with worker(url, Script(TOKENS)), worker(url, Script(()), "draft"):
+            workers = {"verifiers": 1, "reachable_verifiers": 1, "drafters": 1}
+            healthy = {"status": "healthy", "models": {"demo": workers}}
+            await poll(base, "/health", lambda answer: bool(answer.json() == healthy))
+        await serves_only_later(base)
 
 
-def test_a_ready_router_warns_that_redis_is_away() -> None:
+async def test_a_ready_router_warns_that_redis_is_away() -> None:
     async def ready(base: str, awaited: dict[str, str]) -> None:
         async with asyncio.timeout(60):
             while (await get(base, "/ready")).json() != awaited:
                 await asyncio.sleep(0.01)
 
-    async def body() -> None:
-        with ExitStack() as stack:
-            redis = stack.enter_context(running_redis(free_port()))
-            async with http_router(redis) as base:
-                await ready(base, {"status": "ready"})
-                stack.close()
-                await ready(base, {"status": "ready", "warning": "Redis is away; the last known workers serve"})
-
-    asyncio.run(body())
+    with ExitStack() as stack:
+        redis = stack.enter_context(running_redis(free_port()))
+        async with http_router(redis) as base:
+            await ready(base, {"status": "ready"})
+            stack.close()
+            await ready(base, {"status": "ready", "warning": "Redis is away; the last known workers serve"})
 
 
-def test_a_starting_router_waits_for_its_discovery(url: str) -> None:
+async def test_a_starting_router_waits_for_its_discovery(url: str) -> None:
     """It is not ready while Redis is away, nor while it reaches none of the verifiers that it knows."""
 
     async def reason(base: str, awaited: str) -> None:
@@ -112,54 +106,44 @@ def test_a_starting_router_waits_for_its_discovery(url: str) -> None:
                 await asyncio.sleep(0.01)
         assert answer.status_code == (503 if awaited else 200)
 
-    async def body() -> None:
-        async with http_router(f"redis://127.0.0.1:{free_port()}/0") as base:
-            await reason(base, "the discovery of verifiers has not answered yet: Redis is away")
-        gone = Lease("verifier", f"127.0.0.1:{free_port()}", "gone", MODEL, Load(0, 0, 9))
-        registry = Registry(RegistryConfig(url, LEASE_S, 0.05))
-        await registry.publish(lambda: gone)
-        async with http_router(url) as base:
-            await reason(base, "no verifier can be reached")
-            await registry.withdraw()
-            await reason(base, "")
-        await registry.close()
-
-    asyncio.run(body())
+    async with http_router(f"redis://127.0.0.1:{free_port()}/0") as base:
+        await reason(base, "the discovery of verifiers has not answered yet: Redis is away")
+    gone = Lease("verifier", f"127.0.0.1:{free_port()}", "gone", MODEL, Load(0, 0, 9))
+    registry = Registry(RegistryConfig(url, LEASE_S, 0.05))
+    await registry.publish(lambda: gone)
+    async with http_router(url) as base:
+        await reason(base, "no verifier can be reached")
+        await registry.withdraw()
+        await reason(base, "")
+    await registry.close()
 
 
-def test_metrics_equal_the_counts_of_the_process(url: str) -> None:
+async def test_metrics_equal_the_counts_of_the_process(url: str) -> None:
     Counter("eyas_test_of_metrics", "Counts once.").inc()
-
-    async def body() -> httpx.Response:
-        async with http_router(url) as base:
-            return await get(base, "/metrics")
-
-    answer = asyncio.run(body())
+    async with http_router(url) as base:
+        answer = await get(base, "/metrics")
     assert answer.headers["content-type"].startswith("text/plain")
     assert "eyas_test_of_metrics_total 1.0" in answer.text.splitlines()
 
 
-def test_every_get_route_answers_head(url: str) -> None:
-    async def body() -> None:
-        async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
-            assert await becomes_ready(client)
-            for path in (
-                "/live",
-                "/ready",
-                "/health",
-                "/v1/models",
-                "/v1/models/other",
-                "/version",
-                "/metrics",
-                "/docs",
-                "/",
-            ):
-                asked, whole = await client.head(path), await client.get(path)
-                assert (asked.status_code, asked.content) == (whole.status_code, b""), path
-                assert asked.headers["content-type"] == whole.headers["content-type"]
-            assert (await client.head("/v1/completions")).status_code == 405
-
-    asyncio.run(body())
+async def test_every_get_route_answers_head(url: str) -> None:
+    async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
+        assert await becomes_ready(client)
+        for path in (
+            "/live",
+            "/ready",
+            "/health",
+            "/v1/models",
+            "/v1/models/other",
+            "/version",
+            "/metrics",
+            "/docs",
+            "/",
+        ):
+            asked, whole = await client.head(path), await client.get(path)
+            assert (asked.status_code, asked.content) == (whole.status_code, b""), path
+            assert asked.headers["content-type"] == whole.headers["content-type"]
+        assert (await client.head("/v1/completions")).status_code == 405
 
 
 async def becomes_ready(client: httpx.AsyncClient) -> bool:
@@ -169,12 +153,10 @@ async def becomes_ready(client: httpx.AsyncClient) -> bool:
     return True
 
 
-def test_the_page_of_the_api_loads_nothing_from_elsewhere(url: str) -> None:
-    async def body() -> tuple[httpx.Response, dict[str, Any]]:
-        async with http_router(url) as base:
-            return await get(base, "/docs"), (await get(base, "/openapi.json")).json()
-
-    page, schema = asyncio.run(body())
+async def test_the_page_of_the_api_loads_nothing_from_elsewhere(url: str) -> None:
+    async with http_router(url) as base:
+        page = await get(base, "/docs")
+        schema = (await get(base, "/openapi.json")).json()
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "openapi.json" in page.text
     assert "://" not in page.text
@@ -183,58 +165,46 @@ def test_the_page_of_the_api_loads_nothing_from_elsewhere(url: str) -> None:
     assert routes <= set(schema["paths"])
 
 
-def test_browsers_of_allowed_origins_may_use_the_api(url: str) -> None:
+async def test_browsers_of_allowed_origins_may_use_the_api(url: str) -> None:
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-
-    async def body() -> None:
-        page = "https://here.example"
-        async with (
-            http_router(url, keys=ApiKeys(plain_keys(["one"], "test")), cors_allow_origins=(page,)) as base,
-            http_router(url) as other,
-            httpx.AsyncClient() as client,
-        ):
-            for origin, allowed in ((page, page), ("https://there.example", None)):
-                preflight = await client.options(f"{base}/v1/completions", headers={"Origin": origin, **asks})
-                answer = await client.get(f"{base}/v1/models", headers={"Origin": origin})
-                assert (preflight.is_success, answer.status_code) == (bool(allowed), 401)
-                found = {part.headers.get("access-control-allow-origin") for part in (preflight, answer)}
-                assert found == {allowed}
-            answer = await client.get(f"{other}/v1/models", headers={"Origin": page})
-            assert "access-control-allow-origin" not in answer.headers
-
-    asyncio.run(body())
+    page = "https://here.example"
+    async with (
+        http_router(url, keys=ApiKeys(plain_keys(["one"], "test")), cors_allow_origins=(page,)) as base,
+        http_router(url) as other,
+        httpx.AsyncClient() as client,
+    ):
+        for origin, allowed in ((page, page), ("https://there.example", None)):
+            preflight = await client.options(f"{base}/v1/completions", headers={"Origin": origin, **asks})
+            answer = await client.get(f"{base}/v1/models", headers={"Origin": origin})
+            assert (preflight.is_success, answer.status_code) == (bool(allowed), 401)
+            assert {part.headers.get("access-control-allow-origin") for part in (preflight, answer)} == {allowed}
+        answer = await client.get(f"{other}/v1/models", headers={"Origin": page})
+        assert "access-control-allow-origin" not in answer.headers
 
 
-def test_every_route_but_open_ones_requires_a_key(url: str) -> None:
+async def test_every_route_but_open_ones_requires_a_key(url: str) -> None:
     """So does a path that does not exist, and a route that is added."""
-
-    async def body() -> None:
-        async with http_router(url, keys=ApiKeys(plain_keys(["one"], "test"))) as base:
-            paths = [*(await get(base, "/openapi.json")).json()["paths"], "/v1/models/a", "/v2/new", "/docs", "/"]
-            assert {"/version", "/tokenize", "/v1/completions", "/metrics"} <= set(paths)
-            answers = {path: (await get(base, path)).status_code for path in paths}
-            assert {path for path, status in answers.items() if status != 401} == {*OPEN_PATHS} - {"/openapi.json"}
-
-    asyncio.run(body())
+    async with http_router(url, keys=ApiKeys(plain_keys(["one"], "test"))) as base:
+        paths = [*(await get(base, "/openapi.json")).json()["paths"], "/v1/models/a", "/v2/new", "/docs", "/"]
+        assert {"/version", "/tokenize", "/v1/completions", "/metrics"} <= set(paths)
+        answers = {path: (await get(base, path)).status_code for path in paths}
+        assert {path for path, status in answers.items() if status != 401} == {*OPEN_PATHS} - {"/openapi.json"}
 
 
-def test_v1_requires_a_known_api_key(url: str) -> None:
+async def test_v1_requires_a_known_api_key(url: str) -> None:
     async def complete(base: str, key: str) -> str:
         async with AsyncOpenAI(base_url=f"{base}/v1", api_key=key, max_retries=0) as client:
             return str((await client.completions.create(**ALL)).choices[0].text)
 
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(plain_keys(("one", "other"), "test"))) as base:
-            assert [await complete(base, key) for key in ("one", "other")] == [REST_TEXT, REST_TEXT]
-            for wrong in ("on", "one1", "One"):
-                with pytest.raises(AuthenticationError, match="no known API key"):
-                    await complete(base, wrong)
-            answer = await get(base, "/v1/models")
-            assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
-            assert answer.json()["error"]["code"] == "invalid_api_key"
-            assert [(await get(base, path)).status_code for path in ("/live", "/ready", "/metrics")] == [200] * 3
-
-    asyncio.run(body())
+    async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(plain_keys(("one", "other"), "test"))) as base:
+        assert [await complete(base, key) for key in ("one", "other")] == [REST_TEXT, REST_TEXT]
+        for wrong in ("on", "one1", "One"):
+            with pytest.raises(AuthenticationError, match="no known API key"):
+                await complete(base, wrong)
+        answer = await get(base, "/v1/models")
+        assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert [(await get(base, path)).status_code for path in ("/live", "/ready", "/metrics")] == [200] * 3
 
 
 def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
@@ -296,7 +266,7 @@ def certificate(folder: Path) -> TlsConfig:
     return TlsConfig(str(folder / "cert.pem"), str(folder / "key.pem"))
 
 
-def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) -> None:
+async def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) -> None:
     async def status(stub: Any, *more: tuple[str, str], **metadata: str) -> grpc.StatusCode:
         try:
             await stub.ListModels(ListModelsRequest(), metadata=(*metadata.items(), *more))
@@ -304,34 +274,28 @@ def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) ->
             return error.code()
         return grpc.StatusCode.OK
 
-    async def body() -> None:
-        tls = certificate(tmp_path)
-        trust = grpc.ssl_channel_credentials(Path(tls.cert_file).read_bytes())
-        async with (
-            grpc_server(ApiKeys(plain_keys(["one"], "test")), tls) as address,
-            grpc.aio.secure_channel(address, trust) as channel,
-        ):
-            stub = GenerationStub(channel)
-            assert await status(stub, authorization="Bearer one") is grpc.StatusCode.OK
-            assert await status(stub, authorization="Bearer two") is grpc.StatusCode.UNAUTHENTICATED
-            assert await status(stub) is grpc.StatusCode.UNAUTHENTICATED
-            for again in ("authorization", "x-api-key"):
-                twice = await status(stub, (again, "Bearer two"), authorization="Bearer one")
-                assert twice is grpc.StatusCode.UNAUTHENTICATED
-            assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-
-    asyncio.run(body())
+    tls = certificate(tmp_path)
+    trust = grpc.ssl_channel_credentials(Path(tls.cert_file).read_bytes())
+    async with (
+        grpc_server(ApiKeys(plain_keys(["one"], "test")), tls) as address,
+        grpc.aio.secure_channel(address, trust) as channel,
+    ):
+        stub = GenerationStub(channel)
+        assert await status(stub, authorization="Bearer one") is grpc.StatusCode.OK
+        assert await status(stub, authorization="Bearer two") is grpc.StatusCode.UNAUTHENTICATED
+        assert await status(stub) is grpc.StatusCode.UNAUTHENTICATED
+        for again in ("authorization", "x-api-key"):
+            twice = await status(stub, (again, "Bearer two"), authorization="Bearer one")
+            assert twice is grpc.StatusCode.UNAUTHENTICATED
+        assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
 
 
-def test_the_command_sends_its_api_key() -> None:
-    async def body() -> tuple[int, int]:
-        async with grpc_server(ApiKeys(plain_keys(["one"], "test")), TlsConfig()) as address:
-            known = await eyas("models", EYAS_ADDRESS=address, EYAS_API_KEY="one")
-            unknown = await eyas("models", "--address", address, "--api-key", "two")
-        assert unknown.err.startswith("error: UNAUTHENTICATED: no known API key")
-        return known.status, unknown.status
-
-    assert asyncio.run(body()) == (0, 1)
+async def test_the_command_sends_its_api_key() -> None:
+    async with grpc_server(ApiKeys(plain_keys(["one"], "test")), TlsConfig()) as address:
+        known = await eyas("models", EYAS_ADDRESS=address, EYAS_API_KEY="one")
+        unknown = await eyas("models", "--address", address, "--api-key", "two")
+    assert unknown.err.startswith("error: UNAUTHENTICATED: no known API key")
+    assert (known.status, unknown.status) == (0, 1)
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
@@ -343,47 +307,42 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body or b"here"})
 
 
-def test_the_http_server_supports_tls(tmp_path: Path) -> None:
+async def test_the_http_server_supports_tls(tmp_path: Path) -> None:
     sent = bytes(range(1, 251)) * 1000
 
     async def chunks() -> AsyncIterator[bytes]:
         for start in range(0, len(sent), 10_000):
             yield sent[start : start + 10_000]
 
-    async def body() -> None:
-        tls = certificate(tmp_path)
-        server = HttpServer(echo, HttpConfig(), tls)
-        await server.start()
-        try:
-            trust = ssl.create_default_context(cafile=tls.cert_file)
-            async with httpx.AsyncClient(verify=trust, timeout=30, base_url=f"https://{server.address}") as client:
-                assert (await client.get("/")).text == "here"
-                assert (await client.post("/", content=sent)).content == sent
-                assert (await client.post("/", content=chunks())).content == sent
-        finally:
-            await server.stop(5)
-
-    asyncio.run(body())
+    tls = certificate(tmp_path)
+    server = HttpServer(echo, HttpConfig(), tls)
+    await server.start()
+    try:
+        trust = ssl.create_default_context(cafile=tls.cert_file)
+        async with httpx.AsyncClient(verify=trust, timeout=30, base_url=f"https://{server.address}") as client:
+            assert (await client.get("/")).text == "here"
+            assert (await client.post("/", content=sent)).content == sent
+            assert (await client.post("/", content=chunks())).content == sent
+    finally:
+        await server.stop(5)
 
 
-def test_nagles_algorithm_is_off() -> None:
-    async def body() -> int:
-        no_delay: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+async def test_nagles_algorithm_is_off() -> None:
+    no_delay: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
-        def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            no_delay.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
+    def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        no_delay.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
 
-        listener = listen("127.0.0.1", 0)
-        async with await asyncio.start_server(accepted, sock=listener):
-            _, writer = await asyncio.open_connection(*listener.getsockname())
-            writer.close()
-            return await no_delay
-
-    assert asyncio.run(body()) == 1
+    listener = listen("127.0.0.1", 0)
+    async with await asyncio.start_server(accepted, sock=listener):
+        _, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.close()
+        found = await no_delay
+    assert found == 1
 
 
-def test_a_server_that_cannot_listen_names_the_setting(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_listen_names_the_setting(tmp_path: Path) -> None:
     async def start(config: HttpConfig, tls: TlsConfig) -> None:
         server = HttpServer(echo, config, tls)
         try:
@@ -393,9 +352,9 @@ def test_a_server_that_cannot_listen_names_the_setting(tmp_path: Path) -> None:
 
     missing = str(tmp_path / "missing.pem")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match=r"in use .* set http\.port"):
-        asyncio.run(start(HttpConfig(port=taken.getsockname()[1]), TlsConfig()))
+        await start(HttpConfig(port=taken.getsockname()[1]), TlsConfig())
     with pytest.raises(ConfigError, match=r"tls\.cert_file and tls\.key_file cannot be used"):
-        asyncio.run(start(HttpConfig(), TlsConfig(missing, missing)))
+        await start(HttpConfig(), TlsConfig(missing, missing))
     with pytest.raises(ConfigError, match=r"tls\.cert_file and tls\.key_file cannot be used"):
         server_credentials(TlsConfig(missing, missing))
     with pytest.raises(ConfigError, match="go together"):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import BadRequestError
 
 from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
@@ -22,7 +22,7 @@ from tests.support.services.http_router import (
     Script,
     http_router,
     post,
-    with_router,
+    served,
     worker,
 )
 from tests.support.services.scripted_verifier import DEMO, MODEL, PROMPT, REST, TEXT, TOKENS
@@ -36,25 +36,22 @@ MESSAGE: dict[str, Any] = {name: CHAT[name] for name in ("model", "messages", "m
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{{ '<assistant>' if add_generation_prompt }}"
 
 
-def with_anthropic(
-    url: str, body: Callable[[AsyncAnthropic], Awaitable[Any]], script: Script | None = None, **router: Any
-) -> Any:
-    """Return what `body` returns; its client does not retry."""
+@asynccontextmanager
+async def anthropic_client(url: str, script: Script | None = None, **router: Any) -> AsyncIterator[AsyncAnthropic]:
+    """Run a router of one verifier; yields a client that does not retry."""
     from anthropic import AsyncAnthropic
 
-    async def run() -> Any:
-        async with (
-            worker(url, script or Script(TOKENS)),
-            http_router(url, **router) as base,
-            AsyncAnthropic(base_url=base, api_key="one", max_retries=0) as client,
-        ):
-            return await body(client)
-
-    return asyncio.run(run())
+    async with (
+        worker(url, script or Script(TOKENS)),
+        http_router(url, **router) as base,
+        AsyncAnthropic(base_url=base, api_key="one", max_retries=0) as client,
+    ):
+        yield client
 
 
-def test_a_response_is_whole(url: str) -> None:
-    answer = with_router(url, lambda client: client.responses.create(**ASKED, metadata={"a": "b"}))
+async def test_a_response_is_whole(url: str) -> None:
+    async with served(url) as client:
+        answer = await client.responses.create(**ASKED, metadata={"a": "b"})
     assert (answer.output_text, answer.status, answer.store) == (REST_TEXT, "incomplete", False)
     assert answer.incomplete_details.reason == "max_output_tokens"
     assert answer.id.startswith("resp_")
@@ -64,11 +61,9 @@ def test_a_response_is_whole(url: str) -> None:
     assert usage.input_tokens_details.cached_tokens == NUM_CACHED
 
 
-def test_a_response_streams_its_events_in_order(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> list[Any]:
-        return [event async for event in await client.responses.create(**ASKED, stream=True)]
-
-    events = with_router(url, body)
+async def test_a_response_streams_its_events_in_order(url: str) -> None:
+    async with served(url) as client:
+        events = [event async for event in await client.responses.create(**ASKED, stream=True)]
     kinds = [event.type.removeprefix("response.") for event in events]
     assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
     assert set(kinds[4:-4]) == {"output_text.delta"}
@@ -79,25 +74,21 @@ def test_a_response_streams_its_events_in_order(url: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_half_of_a_surrogate_pair_is_echoed_as_an_escape(stream: bool, url: str) -> None:
-    async def run() -> httpx.Response:
-        async with (
-            worker(url, Script(TOKENS)),
-            http_router(url) as base,
-            httpx.AsyncClient(base_url=base.removesuffix("/v1")) as client,
-        ):
-            body = json.dumps(ASKED | {"metadata": {"a": "\ud800"}, "stream": stream})
-            return await client.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
-
-    answer = asyncio.run(run())
+async def test_half_of_a_surrogate_pair_is_echoed_as_an_escape(stream: bool, url: str) -> None:
+    async with (
+        worker(url, Script(TOKENS)),
+        http_router(url) as base,
+        httpx.AsyncClient(base_url=base.removesuffix("/v1")) as client,
+    ):
+        body = json.dumps(ASKED | {"metadata": {"a": "\ud800"}, "stream": stream})
+        answer = await client.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 200
     assert '{"a":"\\ud800"}' in answer.text
 
 
-def test_the_input_of_a_response_may_be_a_conversation(url: str) -> None:
+async def test_the_input_of_a_response_may_be_a_conversation(url: str) -> None:
     script = Script(TOKENS)
-
-    async def body(client: AsyncOpenAI) -> None:
+    async with served(url, script, template=CHATML) as client:
         first = await client.responses.create(**ASKED | {"max_output_tokens": 1})
         again: Any = [
             {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
@@ -107,38 +98,33 @@ def test_the_input_of_a_response_may_be_a_conversation(url: str) -> None:
         ]
         await client.responses.create(**ASKED | {"input": again, "instructions": "i", "max_output_tokens": 1})
 
-    with_router(url, body, script, template=CHATML)
-    first = TOKENIZER.decode(TOKENS[len(script.calls[0].request.prompt_ids) :][:1])
-    expected = f"<system>i\n<user>a\n<assistant>{first}\n<developer>c\n<assistant>"
+    text = TOKENIZER.decode(TOKENS[len(script.calls[0].request.prompt_ids) :][:1])
+    expected = f"<system>i\n<user>a\n<assistant>{text}\n<developer>c\n<assistant>"
     assert TOKENIZER.decode(script.calls[1].request.prompt_ids) == expected
 
 
-def test_a_response_has_log_probabilities_on_request(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> Any:
-        return await client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=1)
-
-    (item,) = with_router(url, body).output
+async def test_a_response_has_log_probabilities_on_request(url: str) -> None:
+    async with served(url) as client:
+        found = await client.responses.create(**ASKED, include=["message.output_text.logprobs"], top_logprobs=1)
+    (item,) = found.output
     entries = item.content[0].logprobs
     assert "".join(entry.token for entry in entries) == REST_TEXT
     assert {entry.logprob for entry in entries} == {-0.5}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_wait_for_the_text_of_their_tokens(url: str, stream: bool) -> None:
+async def test_log_probabilities_wait_for_the_text_of_their_tokens(url: str, stream: bool) -> None:
     """A character of several tokens is visible with the last of them. Tokens of the reasoning have no place."""
     text = "\U0001f985\u00e9 a"
     script = Script((*PROMPT, *TOKENIZER.encode_rendered(f"<think>Hm</think>{text}")))
     asked = ASKED | {"include": ["message.output_text.logprobs"], "max_output_tokens": len(script.tokens) - len(PROMPT)}
-
-    async def body(client: AsyncOpenAI) -> Any:
-        if not stream:
-            return await client.responses.create(**asked)
-        events: list[Any] = [event async for event in await client.responses.create(**asked, stream=True)]
-        deltas = [event for event in events if event.type == "response.output_text.delta"]
-        assert sum(len(event.logprobs) for event in deltas) == len(events[-1].response.output[-1].content[0].logprobs)
-        return events[-1].response
-
-    answer = with_router(url, body, script, template=HERMES)
+    async with served(url, script, template=HERMES) as client:
+        answer: Any = await client.responses.create(**asked, stream=stream)
+        if stream:
+            events = [event async for event in answer]
+            deltas = [event for event in events if event.type == "response.output_text.delta"]
+            answer = events[-1].response
+            assert sum(len(event.logprobs) for event in deltas) == len(answer.output[-1].content[0].logprobs)
     entries = answer.output[-1].content[0].logprobs
     assert answer.output_text == text
     assert len(entries) == len(TOKENIZER.encode_rendered(text))
@@ -165,40 +151,36 @@ def test_log_probabilities_wait_for_the_text_of_their_tokens(url: str, stream: b
         ({"input": "return " * 90000}, "input", "exceeds the context"),
     ],
 )  # fmt: skip
-def test_a_bad_response_body_names_the_field(url: str, changes: dict[str, Any], param: str, part: str) -> None:
-    async def body(client: AsyncOpenAI) -> None:
+async def test_a_bad_response_body_names_the_field(url: str, changes: dict[str, Any], param: str, part: str) -> None:
+    async with served(url) as client:
         with pytest.raises(BadRequestError) as raised:
             await client.responses.create(extra_body=changes, **ASKED)
         assert raised.value.param == param
         assert part in str(raised.value)
 
-    with_router(url, body)
 
-
-def test_a_failure_in_a_stream_of_a_response_is_an_event(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> list[Any]:
-        return [event async for event in await client.responses.create(**ASKED, stream=True)]
-
-    *_, last = with_router(url, body, Script(TOKENS, fails_after=1))
+async def test_a_failure_in_a_stream_of_a_response_is_an_event(url: str) -> None:
+    async with served(url, Script(TOKENS, fails_after=1)) as client:
+        *_, last = [event async for event in await client.responses.create(**ASKED, stream=True)]
     assert last.type == "response.failed"
     assert last.response.error.code == "server_error"
 
 
-def test_a_message_is_whole(url: str) -> None:
-    answer = with_anthropic(url, lambda client: client.messages.create(**MESSAGE))
+async def test_a_message_is_whole(url: str) -> None:
+    async with anthropic_client(url) as client:
+        answer = await client.messages.create(**MESSAGE)
     assert [(block.type, block.text) for block in answer.content] == [("text", REST_TEXT)]
     assert (answer.role, answer.stop_reason, answer.stop_sequence) == ("assistant", "max_tokens", None)
     usage = answer.usage
     assert (usage.input_tokens, usage.cache_read_input_tokens, usage.output_tokens) == (1, NUM_CACHED, len(REST))
 
 
-def test_a_message_streams_its_events_in_order(url: str) -> None:
-    async def body(client: AsyncAnthropic) -> Any:
+async def test_a_message_streams_its_events_in_order(url: str) -> None:
+    async with anthropic_client(url) as client:
         events = [event async for event in await client.messages.create(**MESSAGE, stream=True)]
         async with client.messages.stream(**MESSAGE) as stream:
-            return events, "".join([text async for text in stream.text_stream]), await stream.get_final_message()
-
-    events, text, message = with_anthropic(url, body)
+            text = "".join([piece async for piece in stream.text_stream])
+            message = await stream.get_final_message()
     kinds = [event.type for event in events]
     assert kinds[:2] == ["message_start", "content_block_start"]
     assert set(kinds[2:-3]) == {"content_block_delta"}
@@ -208,13 +190,14 @@ def test_a_message_streams_its_events_in_order(url: str) -> None:
     assert message.stop_reason == "max_tokens"
 
 
-def test_a_message_stops_at_a_stop_sequence(url: str) -> None:
-    answer = with_anthropic(url, lambda client: client.messages.create(**MESSAGE, stop_sequences=["Eagle"]))
+async def test_a_message_stops_at_a_stop_sequence(url: str) -> None:
+    async with anthropic_client(url) as client:
+        answer = await client.messages.create(**MESSAGE, stop_sequences=["Eagle"])
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "Eagle")
     assert answer.content[0].text == TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
 
 
-def test_messages_become_a_chat(url: str) -> None:
+async def test_messages_become_a_chat(url: str) -> None:
     script = Script(TOKENS)
     blocks: Any = [{"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "c"}]
     turns: Any = [
@@ -222,24 +205,21 @@ def test_messages_become_a_chat(url: str) -> None:
         {"role": "assistant", "content": "x"},
         {"role": "user", "content": blocks},
     ]
-
-    async def body(client: AsyncAnthropic) -> int:
+    async with anthropic_client(url, script, template=CHATML) as client:
         asked = MESSAGE | {"max_tokens": 1, "system": "s"}
         await client.messages.create(**asked | {"messages": turns}, metadata={"user_id": "u"})
         await client.messages.create(**asked | {"messages": turns[:2]})
         counted = await client.messages.count_tokens(model="demo", system="s", messages=turns)
-        return counted.input_tokens
-
-    num_tokens = with_anthropic(url, body, script, template=CHATML)
+        num_tokens = counted.input_tokens
     texts = [TOKENIZER.decode(call.request.prompt_ids) for call in script.calls]
     assert texts == ["<system>s\n<user>a\n<assistant>x\n<user>b\nc\n<assistant>", "<system>s\n<user>a\n<assistant>x"]
     assert num_tokens == len(script.calls[0].request.prompt_ids)
 
 
-def test_errors_of_messages_have_anthropics_form(url: str) -> None:
+async def test_errors_of_messages_have_anthropics_form(url: str) -> None:
     import anthropic
 
-    async def body(client: AsyncAnthropic) -> None:
+    async with anthropic_client(url, keys=ApiKeys(plain_keys(["one"], "test"))) as client:
         with pytest.raises(anthropic.AuthenticationError, match="no known API key"):
             await client.with_options(api_key="two").messages.create(**MESSAGE)
         with pytest.raises(anthropic.NotFoundError, match="not served here"):
@@ -257,68 +237,57 @@ def test_errors_of_messages_have_anthropics_form(url: str) -> None:
             answer = await plain.get("/v1/messages", headers={"x-api-key": "one"})
             assert (answer.status_code, answer.json()["error"]["type"]) == (405, "invalid_request_error")
 
-    with_anthropic(url, body, keys=ApiKeys(plain_keys(["one"], "test")))
 
-
-def test_a_failure_in_a_stream_of_a_message_is_an_event(url: str) -> None:
+async def test_a_failure_in_a_stream_of_a_message_is_an_event(url: str) -> None:
     import anthropic
 
-    async def body(client: AsyncAnthropic) -> None:
+    async with anthropic_client(url, Script(TOKENS, fails_after=1)) as client:
         with pytest.raises(anthropic.APIStatusError, match="overloaded_error"):
             async for _ in await client.messages.create(**MESSAGE, stream=True):
                 pass
 
-    with_anthropic(url, body, Script(TOKENS, fails_after=1))
+
+async def test_tokens_of_texts_and_chats_are_returned(url: str) -> None:
+    async with worker(url, Script(TOKENS)), http_router(url, template=CHATML) as base:
+
+        async def tokens(**asked: Any) -> Any:
+            return (await post(base, "/tokenize", asked)).json()
+
+        whole = await tokens(prompt=TEXT, model="demo", return_token_strs=True)
+        names = [TOKENIZER.tokenizer.id_to_token(token) for token in TOKENS]
+        count = len(TOKENS)
+        assert whole == {"count": count, "max_model_len": 2048, "tokens": list(TOKENS), "token_strs": names}
+        assert (await tokens(prompt=TEXT, add_special_tokens=False))["tokens"] == list(TOKENS[1:])
+        chat = (await tokens(messages=[{"role": "user", "content": "a"}]))["tokens"]
+        assert TOKENIZER.decode(chat) == "<user>a\n<assistant>"
+        last = await tokens(messages=[{"role": "user", "content": "a"}], add_generation_prompt=False)
+        assert TOKENIZER.decode(last["tokens"]) == "<user>a\n"
+        back = await post(base, "/detokenize", {"tokens": list(TOKENS)})
+        assert back.json() == {"prompt": f"<|bos|>{TEXT}"}
+        for path, bad, part in (
+            ("/tokenize", {}, "either prompt or messages"),
+            ("/tokenize", {"prompt": "return " * 90000}, "exceeds the context"),
+            ("/detokenize", {"tokens": [4096]}, "outside the vocabulary"),
+            ("/detokenize", {"tokens": ["a"]}, "valid integer"),
+        ):
+            answer = await post(base, path, bad)
+            assert answer.status_code == 400
+            assert part in answer.json()["error"]["message"]
 
 
-def test_tokens_of_texts_and_chats_are_returned(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, template=CHATML) as base:
-
-            async def tokens(**asked: Any) -> Any:
-                return (await post(base, "/tokenize", asked)).json()
-
-            whole = await tokens(prompt=TEXT, model="demo", return_token_strs=True)
-            names = [TOKENIZER.tokenizer.id_to_token(token) for token in TOKENS]
-            count = len(TOKENS)
-            assert whole == {"count": count, "max_model_len": 2048, "tokens": list(TOKENS), "token_strs": names}
-            assert (await tokens(prompt=TEXT, add_special_tokens=False))["tokens"] == list(TOKENS[1:])
-            chat = (await tokens(messages=[{"role": "user", "content": "a"}]))["tokens"]
-            assert TOKENIZER.decode(chat) == "<user>a\n<assistant>"
-            last = await tokens(messages=[{"role": "user", "content": "a"}], add_generation_prompt=False)
-            assert TOKENIZER.decode(last["tokens"]) == "<user>a\n"
-            back = await post(base, "/detokenize", {"tokens": list(TOKENS)})
-            assert back.json() == {"prompt": f"<|bos|>{TEXT}"}
-            for path, bad, part in (
-                ("/tokenize", {}, "either prompt or messages"),
-                ("/tokenize", {"prompt": "return " * 90000}, "exceeds the context"),
-                ("/detokenize", {"tokens": [4096]}, "outside the vocabulary"),
-                ("/detokenize", {"tokens": ["a"]}, "valid integer"),
-            ):
-                answer = await post(base, path, bad)
-                assert answer.status_code == 400
-                assert part in answer.json()["error"]["message"]
-
-    asyncio.run(body())
-
-
-def test_new_routes_need_a_key_and_count_as_requests(url: str) -> None:
+async def test_new_routes_need_a_key_and_count_as_requests(url: str) -> None:
     bodies: dict[str, Any] = {
         "/v1/responses": ASKED, "/v1/messages": MESSAGE, "/v1/messages/count_tokens": {"messages": MESSAGE["messages"]},
         "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
     }  # fmt: skip
-
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(plain_keys(["one"], "test"))) as base:
-            for path, asked in bodies.items():
-                assert (await post(base, path, asked)).status_code == 401, path
-                for headers in ({"Authorization": "Bearer one"}, {"x-api-key": "one"}):
-                    assert (await post(base, path, asked, headers=headers)).status_code == 200, path
-            async with httpx.AsyncClient(base_url=base.removesuffix("/v1")) as client:
-                assert (await client.get("/version")).status_code == 401
-                assert set((await client.get("/version", headers={"x-api-key": "one"})).json()) == {"version"}
-
-    asyncio.run(body())
+    async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(plain_keys(["one"], "test"))) as base:
+        for path, asked in bodies.items():
+            assert (await post(base, path, asked)).status_code == 401, path
+            for headers in ({"Authorization": "Bearer one"}, {"x-api-key": "one"}):
+                assert (await post(base, path, asked, headers=headers)).status_code == 200, path
+        async with httpx.AsyncClient(base_url=base.removesuffix("/v1")) as client:
+            assert (await client.get("/version")).status_code == 401
+            assert set((await client.get("/version", headers={"x-api-key": "one"})).json()) == {"version"}
 
 
 HERMES = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}{# <tool_call> </think> #}"
@@ -337,14 +306,11 @@ ANTHROPIC_TOOL: dict[str, Any] = {"name": "add", "input_schema": PARAMETERS}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_has_reasoning_text_and_calls(url: str, stream: bool) -> None:
+async def test_a_response_has_reasoning_text_and_calls(url: str, stream: bool) -> None:
     asked = ASKED | {"tools": [FUNCTION], "max_output_tokens": 999, "extra_body": {"stop": "END"}}
-
-    async def body(client: AsyncOpenAI) -> Any:
+    async with served(url, calling(), template=HERMES) as client:
         answer = await client.responses.create(**asked, stream=stream)
-        return [event async for event in answer] if stream else answer
-
-    answer = with_router(url, body, calling(), template=HERMES)
+        answer = [event async for event in answer] if stream else answer
     if stream:
         deltas = {event.type: "" for event in answer if event.type.endswith(".delta")}
         for event in answer:
@@ -361,30 +327,29 @@ def test_a_response_has_reasoning_text_and_calls(url: str, stream: bool) -> None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_message_has_thinking_text_and_calls(url: str, stream: bool) -> None:
+async def test_a_message_has_thinking_text_and_calls(url: str, stream: bool) -> None:
     asked = MESSAGE | {"tools": [ANTHROPIC_TOOL], "max_tokens": 999, "stop_sequences": ["END"]}
-
-    async def body(client: AsyncAnthropic) -> Any:
-        if not stream:
-            return await client.messages.create(**asked)
-        async with client.messages.stream(**asked) as events:
-            return await events.get_final_message()
-
-    answer = with_anthropic(url, body, calling(), template=HERMES)
+    async with anthropic_client(url, calling(), template=HERMES) as client:
+        if stream:
+            async with client.messages.stream(**asked) as events:
+                answer = await events.get_final_message()
+        else:
+            answer = await client.messages.create(**asked)
     assert answer.stop_reason == "tool_use"
     thinking, text, call = answer.content
     assert (thinking.thinking, text.text, call.name, call.input) == ("Hm", "Well.", "add", {"a": 1})
 
 
 @pytest.mark.parametrize("arguments", ['{"a": NaN}', '{"a": 1e999}', '{"a": ' + "[" * 1100])
-def test_arguments_that_are_no_json_stay_text(url: str, arguments: str) -> None:
+async def test_arguments_that_are_no_json_stay_text(url: str, arguments: str) -> None:
     script = calling(f'<tool_call>{{"name": "add", "arguments": {arguments}')
     asked = MESSAGE | {"tools": [ANTHROPIC_TOOL], "max_tokens": 2000, "stop_sequences": ["END"]}
-    answer = with_anthropic(url, lambda client: client.messages.create(**asked), script, template=HERMES)
+    async with anthropic_client(url, script, template=HERMES) as client:
+        answer = await client.messages.create(**asked)
     assert answer.content[-1].input == {"arguments": arguments.strip()}
 
 
-def test_tools_and_their_results_become_those_of_a_chat(url: str) -> None:
+async def test_tools_and_their_results_become_those_of_a_chat(url: str) -> None:
     """Both APIs reach the template with the same messages and tools."""
     script = Script(TOKENS * 40)
     called: Any = [
@@ -406,20 +371,16 @@ def test_tools_and_their_results_become_those_of_a_chat(url: str) -> None:
         {"type": "function_call_output", "call_id": "c", "output": "2"},
     ]
     tool = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
-
-    async def body() -> None:
-        async with worker(url, script), http_router(url, template=SHOWN) as base:
-            shared = {"model": "demo", "max_tokens": 1}
-            bodies = {
-                "/v1/chat/completions": shared | {"messages": called, "tools": [tool]},
-                "/v1/messages": shared | {"messages": blocks, "tools": [ANTHROPIC_TOOL]},
-                "/v1/responses": {"model": "demo", "max_output_tokens": 1, "input": items, "tools": [FUNCTION]},
-            }
-            for path, asked in bodies.items():
-                answer = await post(base, path, asked)
-                assert answer.status_code == 200, answer.text
-
-    asyncio.run(body())
+    async with worker(url, script), http_router(url, template=SHOWN) as base:
+        shared = {"model": "demo", "max_tokens": 1}
+        bodies = {
+            "/v1/chat/completions": shared | {"messages": called, "tools": [tool]},
+            "/v1/messages": shared | {"messages": blocks, "tools": [ANTHROPIC_TOOL]},
+            "/v1/responses": {"model": "demo", "max_output_tokens": 1, "input": items, "tools": [FUNCTION]},
+        }
+        for path, asked in bodies.items():
+            answer = await post(base, path, asked)
+            assert answer.status_code == 200, answer.text
     prompts = [TOKENIZER.decode(call.request.prompt_ids) for call in script.calls]
     assert len(set(prompts)) == 1
     assert '"tool_call_id": "c"' in prompts[0]
@@ -429,16 +390,13 @@ ORDERED = '<think>Hm</think>First.\n<tool_call>{"name": "add", "arguments": {"a"
 
 
 @pytest.mark.parametrize("text", [ORDERED, ORDERED[:60], ORDERED[:80]])
-def test_whole_and_streamed_messages_have_one_order(url: str, text: str) -> None:
+async def test_whole_and_streamed_messages_have_one_order(url: str, text: str) -> None:
     """Also a call that ends early, whose arguments are no object."""
     asked = MESSAGE | {"tools": [ANTHROPIC_TOOL], "max_tokens": 999, "stop_sequences": ["END"]}
-
-    async def body(client: AsyncAnthropic) -> Any:
+    async with anthropic_client(url, calling(text), template=HERMES) as client:
         whole = await client.messages.create(**asked)
         async with client.messages.stream(**asked) as events:
-            return whole, await events.get_final_message()
-
-    whole, streamed = with_anthropic(url, body, calling(text), template=HERMES)
+            whole, streamed = whole, await events.get_final_message()
     kinds = (
         ["thinking", "text", "tool_use", "text"]
         if text == ORDERED
@@ -452,9 +410,10 @@ def test_whole_and_streamed_messages_have_one_order(url: str, text: str) -> None
     assert streamed.content[0].signature
 
 
-def test_a_response_keeps_the_order_of_text_and_calls(url: str) -> None:
+async def test_a_response_keeps_the_order_of_text_and_calls(url: str) -> None:
     asked = ASKED | {"tools": [FUNCTION], "max_output_tokens": 999, "extra_body": {"stop": "END"}}
-    answer = with_router(url, lambda client: client.responses.create(**asked), calling(ORDERED), template=HERMES)
+    async with served(url, calling(ORDERED), template=HERMES) as client:
+        answer = await client.responses.create(**asked)
     assert [item.type for item in answer.output] == ["reasoning", "message", "function_call", "message"]
 
 
@@ -462,7 +421,7 @@ THINKING = "{{ bos_token }}{{ enable_thinking }}{% for m in messages %}{{ m.reas
 THINKING += "{# <tool_call> </think> #}"
 
 
-def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
+async def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
     script, marked = Script(TOKENS * 40), load_tokenizer(DEMO).tokenizer
     marked.add_tokens(["<think>", "</think>"])
     model = replace(MODEL, vocab_size=marked.get_vocab_size())
@@ -475,22 +434,18 @@ def test_thinking_reaches_the_template_and_the_verifier(url: str) -> None:
     kinds: list[Any] = [{"type": "enabled", "budget_tokens": 2}, {"type": "adaptive"}, {"type": "disabled"}]
     thought = {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": "Earlier"}]}
     items: Any = [turns[0], thought, {"role": "assistant", "content": "b"}, turns[2]]
-
-    async def body() -> None:
-        tokenizer = Tokenizer(marked)
-        async with worker(url, script, model=model), http_router(url, template=THINKING, tokenizer=tokenizer) as base:
-            for kind in kinds:
-                asked = {"model": "demo", "messages": turns, "thinking": kind}
-                assert (await post(base, "/v1/messages", asked | {"max_tokens": 3})).status_code == 200
-                assert (await post(base, "/v1/messages/count_tokens", asked)).status_code == 200
-            chat = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
-            assert (await post(base, "/v1/chat/completions", chat | {"thinking_token_budget": 0})).status_code == 200
-            asked = {"model": "demo", "input": items, "thinking_token_budget": -1}
-            assert (await post(base, "/v1/responses", asked | {"max_output_tokens": 3})).status_code == 200
-            answer = await post(base, "/v1/chat/completions", chat | {"thinking_token_budget": -2})
-            assert answer.status_code == 400
-
-    asyncio.run(body())
+    tokenizer = Tokenizer(marked)
+    async with worker(url, script, model=model), http_router(url, template=THINKING, tokenizer=tokenizer) as base:
+        for kind in kinds:
+            asked = {"model": "demo", "messages": turns, "thinking": kind}
+            assert (await post(base, "/v1/messages", asked | {"max_tokens": 3})).status_code == 200
+            assert (await post(base, "/v1/messages/count_tokens", asked)).status_code == 200
+        chat = {"model": "demo", "messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+        assert (await post(base, "/v1/chat/completions", chat | {"thinking_token_budget": 0})).status_code == 200
+        asked = {"model": "demo", "input": items, "thinking_token_budget": -1}
+        assert (await post(base, "/v1/responses", asked | {"max_output_tokens": 3})).status_code == 200
+        answer = await post(base, "/v1/chat/completions", chat | {"thinking_token_budget": -2})
+        assert answer.status_code == 400
     prompts = [TOKENIZER.decode(call.request.prompt_ids) for call in script.calls]
     assert [prompt[: prompt.find("e") + 1] for prompt in prompts[:3]] == ["True", "True", "False"]
     assert all("Earlierb" in prompt for prompt in (*prompts[:3], prompts[4]))

@@ -29,32 +29,28 @@ HOST = "127.0.0.1"
 
 
 @pytest.mark.parametrize("kind", ["http", "grpc"])
-def test_half_done_handshakes_count_and_end_soon(tmp_path: Path, kind: str) -> None:
+async def test_half_done_handshakes_count_and_end_soon(tmp_path: Path, kind: str) -> None:
     """The first two clients send nothing. Further ones are refused until both handshakes have timed out."""
     Authority().write(tmp_path, NAME)
     tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
-
-    async def body() -> None:
-        async with bounded_server(kind, tls, LimitsConfig(max_connections=2, header_timeout_s=1.0)) as address:
-            host, port = address.rsplit(":", 1)
-            silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
-            trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
-            trusting.set_alpn_protocols(["h2", "http/1.1"])
-            num_refused = 0
-            async with asyncio.timeout(60):
-                while True:
-                    try:
-                        _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
-                        break
-                    except (ssl.SSLError, OSError):
-                        num_refused += 1
-                        await asyncio.sleep(0.02)
-                assert num_refused > 0
-                assert [await reader.read() for reader, _ in silent] == [b"", b""]
-            for each in (writer, *(writer for _, writer in silent)):
-                each.close()
-
-    asyncio.run(body())
+    async with bounded_server(kind, tls, LimitsConfig(max_connections=2, header_timeout_s=1.0)) as address:
+        host, port = address.rsplit(":", 1)
+        silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
+        trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+        trusting.set_alpn_protocols(["h2", "http/1.1"])
+        num_refused = 0
+        async with asyncio.timeout(60):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection(host, int(port), ssl=trusting)
+                    break
+                except (ssl.SSLError, OSError):
+                    num_refused += 1
+                    await asyncio.sleep(0.02)
+            assert num_refused > 0
+            assert [await reader.read() for reader, _ in silent] == [b"", b""]
+        for each in (writer, *(writer for _, writer in silent)):
+            each.close()
 
 
 @asynccontextmanager
@@ -104,45 +100,37 @@ async def eyas(address: str, *words: str, **environment: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, app, words, env=environment)
 
 
-def test_the_command_comes_in_over_tls_by_options_or_environment(tmp_path: Path) -> None:
+async def test_the_command_comes_in_over_tls_by_options_or_environment(tmp_path: Path) -> None:
     Authority().write(tmp_path, NAME)
     ca = str(tmp_path / "ca.crt")
-
-    async def body() -> None:
-        async with grpc_server(tmp_path) as address:
-            for result in (
-                await eyas(address, "generate", "text", "--json", "--ca", ca),
-                await eyas(address, "generate", "text", "--json", "--tls", "--ca", ca, "--tls-name", NAME),
-                await eyas(address, "generate", "text", "--json", EYAS_TLS="1", EYAS_CA=ca, EYAS_TLS_NAME=NAME),
-            ):
-                assert (result.exit_code, result.stderr) == (0, "")
-                lines = map(json.loads, result.output.splitlines())
-                assert tuple(token for line in lines for token in line.get("token_ids", ())) == TOKENS
-
-    asyncio.run(body())
+    async with grpc_server(tmp_path) as address:
+        for result in (
+            await eyas(address, "generate", "text", "--json", "--ca", ca),
+            await eyas(address, "generate", "text", "--json", "--tls", "--ca", ca, "--tls-name", NAME),
+            await eyas(address, "generate", "text", "--json", EYAS_TLS="1", EYAS_CA=ca, EYAS_TLS_NAME=NAME),
+        ):
+            assert (result.exit_code, result.stderr) == (0, "")
+            lines = map(json.loads, result.output.splitlines())
+            assert tuple(token for line in lines for token in line.get("token_ids", ())) == TOKENS
 
 
-def test_the_command_trusts_only_the_given_authority(tmp_path: Path) -> None:
+async def test_the_command_trusts_only_the_given_authority(tmp_path: Path) -> None:
     Authority().write(tmp_path, NAME)
     Authority("another").write(tmp_path / "other")
     ca, other = str(tmp_path / "ca.crt"), str(tmp_path / "other" / "ca.crt")
-
-    async def body() -> None:
-        async with grpc_server(tmp_path) as address:
-            refused = [
-                await eyas(address, "models"),
-                await eyas(address, "models", "--tls"),
-                await eyas(address, "models", "--ca", other),
-                await eyas(address, "models", "--ca", ca, "--tls-name", "elsewhere"),
-            ]
-            missing = await eyas(address, "models", "--ca", str(tmp_path / "missing"))
-            plainly = await eyas(address, "models", "--tls-name", NAME)
-        assert [result.exit_code for result in refused] == [1] * 4
-        assert all(result.stderr.startswith("error: UNAVAILABLE: ") for result in refused)
-        assert missing.stderr.startswith(f"error: the client's certificates cannot be used: {tmp_path}")
-        assert plainly.stderr.startswith(f"error: --tls-name {NAME} needs TLS; add --tls, or --ca")
-
-    asyncio.run(body())
+    async with grpc_server(tmp_path) as address:
+        refused = [
+            await eyas(address, "models"),
+            await eyas(address, "models", "--tls"),
+            await eyas(address, "models", "--ca", other),
+            await eyas(address, "models", "--ca", ca, "--tls-name", "elsewhere"),
+        ]
+        missing = await eyas(address, "models", "--ca", str(tmp_path / "missing"))
+        plainly = await eyas(address, "models", "--tls-name", NAME)
+    assert [result.exit_code for result in refused] == [1] * 4
+    assert all(result.stderr.startswith("error: UNAVAILABLE: ") for result in refused)
+    assert missing.stderr.startswith(f"error: the client's certificates cannot be used: {tmp_path}")
+    assert plainly.stderr.startswith(f"error: --tls-name {NAME} needs TLS; add --tls, or --ca")
 
 
 async def echo(scope: object, receive: object, send: object) -> None:
@@ -163,24 +151,20 @@ async def shown(address: str, ca: bytes) -> bool:
     return True
 
 
-def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "RELOAD_INTERVAL_S", 0.02)
     old, new = Authority("old"), Authority("new")
     old.write(tmp_path, NAME)
-
-    async def body() -> None:
-        tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
-        http = HttpServer(echo, HttpConfig(), tls)
-        await http.start()
-        try:
-            assert await shown(http.address, old.pem)
-            assert not await shown(http.address, new.pem)
-            new.write(tmp_path, NAME)
-            async with asyncio.timeout(60):
-                while not await shown(http.address, new.pem):
-                    await asyncio.sleep(0.02)
-            assert not await shown(http.address, old.pem)
-        finally:
-            await http.stop(0)
-
-    asyncio.run(body())
+    tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
+    http = HttpServer(echo, HttpConfig(), tls)
+    await http.start()
+    try:
+        assert await shown(http.address, old.pem)
+        assert not await shown(http.address, new.pem)
+        new.write(tmp_path, NAME)
+        async with asyncio.timeout(60):
+            while not await shown(http.address, new.pem):
+                await asyncio.sleep(0.02)
+        assert not await shown(http.address, old.pem)
+    finally:
+        await http.stop(0)

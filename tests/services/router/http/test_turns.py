@@ -5,7 +5,7 @@ import asyncio
 from eyas.services.router.http.turns import STARTS_PER_ROUND, Turns
 
 
-def test_few_requests_begin_in_one_round_of_the_loop() -> None:
+async def test_few_requests_begin_in_one_round_of_the_loop() -> None:
     async def body() -> list[int]:
         turns, started, counts = Turns(), list[int](), list[int]()
         for number in range(3 * STARTS_PER_ROUND + 1):
@@ -16,17 +16,14 @@ def test_few_requests_begin_in_one_round_of_the_loop() -> None:
         assert started == list(range(3 * STARTS_PER_ROUND + 1))
         return counts
 
-    counts = asyncio.run(body())
+    counts = await body()
     assert max(after - before for before, after in zip([0, *counts], counts, strict=False)) <= STARTS_PER_ROUND
 
 
-def test_an_address_does_not_wait_for_all_requests_of_another() -> None:
-    async def body() -> list[str]:
-        turns, started = Turns(), list[str]()
-        for address in ["many"] * 100 + ["one", "two"]:
-            turns.add(address, lambda address=address: started.append(address))  # type: ignore[misc]
-        while len(started) < 102:
-            await asyncio.sleep(0)
-        return started[:3]
-
-    assert asyncio.run(body()) == ["many", "one", "two"]
+async def test_an_address_does_not_wait_for_all_requests_of_another() -> None:
+    turns, started = Turns(), list[str]()
+    for address in ["many"] * 100 + ["one", "two"]:
+        turns.add(address, lambda address=address: started.append(address))  # type: ignore[misc]
+    while len(started) < 102:
+        await asyncio.sleep(0)
+    assert started[:3] == ["many", "one", "two"]

@@ -5,7 +5,6 @@ from typing import Any, get_type_hints
 
 import pytest
 from httpx import AsyncClient
-from openai import AsyncOpenAI
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
@@ -19,7 +18,7 @@ from tests.support.services.http_router import (
     TOKENIZER,
     Script,
     http_router,
-    with_router,
+    served,
     worker,
 )
 from tests.support.services.scripted_verifier import PROMPT, REST, TEXT, TOKENS
@@ -83,16 +82,15 @@ def test_fields_without_effect_change_nothing(url: str, path: str, good: dict[st
     asyncio.run(run())
 
 
-def test_best_of_is_accepted_when_it_equals_n(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> int:
+async def test_best_of_is_accepted_when_it_equals_n(url: str) -> None:
+    async with served(url) as client:
         request = ALL | {"n": 2, "temperature": 1, "seed": 1}
-        return len((await client.completions.create(**request, best_of=2)).choices)
+        found = len((await client.completions.create(**request, best_of=2)).choices)
+    assert found == 2
 
-    assert with_router(url, body) == 2
 
-
-def test_events_have_the_usage_so_far_on_request(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> None:
+async def test_events_have_the_usage_so_far_on_request(url: str) -> None:
+    async with served(url) as client:
         options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         for request, create in ((ALL, client.completions.create), (CHAT, client.chat.completions.create)):
             *events, last = [event async for event in await create(**request | options)]  # type: ignore[operator]
@@ -102,14 +100,11 @@ def test_events_have_the_usage_so_far_on_request(url: str) -> None:
             assert {event.usage.prompt_tokens for event in events} == {len(PROMPT)}
             assert all(event.usage.total_tokens == count + len(PROMPT) for event, count in zip(events, counts, strict=True))
 
-    with_router(url, body)
-
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_returned_on_request(url: str, stream: bool) -> None:
+async def test_token_ids_are_returned_on_request(url: str, stream: bool) -> None:
     own: dict[str, Any] = {"extra_body": {"return_token_ids": True}, "stream": stream}
-
-    async def body(client: AsyncOpenAI) -> None:
+    async with served(url) as client:
         for request, create in ((ALL, client.completions.create), (CHAT, client.chat.completions.create)):
             answer = await create(**request, **own)  # type: ignore[operator]
             parts = [part async for part in answer] if stream else [answer]
@@ -117,54 +112,42 @@ def test_token_ids_are_returned_on_request(url: str, stream: bool) -> None:
             prompts = [getattr(part.choices[0] if request is ALL else part, "prompt_token_ids", None) for part in parts]
             assert prompts == [list(PROMPT)] + [None] * (len(parts) - 1)
 
-    with_router(url, body)
 
-
-def test_the_reason_of_a_stop_is_named(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> list[Any]:
+async def test_the_reason_of_a_stop_is_named(url: str) -> None:
+    before = TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
+    async with served(url) as client:
         stopped = [{"stop": ["nowhere", "Eagle"]}, {}, {"stop": "Eagle", "extra_body": {"include_stop_str_in_output": True}}]
         choices = [(await client.completions.create(**ALL | more)).choices[0] for more in stopped]
-        return [(choice.text, choice.stop_reason) for choice in choices]
-
-    before = TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
-    assert with_router(url, body) == [(before, "Eagle"), (REST_TEXT, None), (before + "Eagle", "Eagle")]
+        found = [(choice.text, choice.stop_reason) for choice in choices]
+    assert found == [(before, "Eagle"), (REST_TEXT, None), (before + "Eagle", "Eagle")]
 
 
-def test_special_tokens_are_shown_on_request(url: str) -> None:
+async def test_special_tokens_are_shown_on_request(url: str) -> None:
     eos = TOKENIZER.tokenizer.token_to_id(SPECIAL_TEXT)
     tokens = (*TOKENS[:8], eos, *TOKENS[8:])
-
-    async def body(client: AsyncOpenAI) -> list[str]:
+    async with served(url, Script(tokens)) as client:
         own = [{}, {"skip_special_tokens": False}]
-        return [(await client.completions.create(**ALL | {"extra_body": more})).choices[0].text for more in own]
-
-    hidden, shown = with_router(url, body, Script(tokens))
+        hidden, shown = [(await client.completions.create(**ALL | {"extra_body": more})).choices[0].text for more in own]
     start = TOKENIZER.decode(TOKENS[:8])[len(PROMPT_TEXT) :]
     assert shown == start + SPECIAL_TEXT + hidden[len(start) :]
 
 
-def test_special_tokens_of_a_prompt_are_the_clients_choice(url: str) -> None:
+async def test_special_tokens_of_a_prompt_are_the_clients_choice(url: str) -> None:
     script = Script(TOKENS)
-
-    async def body(client: AsyncOpenAI) -> None:
+    async with served(url, script) as client:
         await client.completions.create(**ALL | {"max_tokens": 1}, extra_body={"add_special_tokens": False})
         await client.chat.completions.create(**CHAT | {"max_tokens": 1}, extra_body={"add_special_tokens": False})
-
-    with_router(url, body, script)
     assert [call.request.prompt_ids for call in script.calls] == [PROMPT[1:], PROMPT]
 
 
-def test_the_last_message_can_be_continued(url: str) -> None:
+async def test_the_last_message_can_be_continued(url: str) -> None:
     script = Script(TOKENS)
     template = "{{ bos_token }}{% for m in messages %}{{ m.content }}\n{% endfor %}{{ 'A:' if add_generation_prompt }}"
-
-    async def body(client: AsyncOpenAI) -> None:
+    async with served(url, script, template=template) as client:
         messages: Any = [{"role": "assistant", "content": PROMPT_TEXT}]
         for own in ({"continue_final_message": True}, {"add_generation_prompt": False}, {"request_id": "mine"}):
             request = CHAT | {"max_tokens": 1, "messages": messages}
             await client.chat.completions.create(**request, extra_body=own)
-
-    with_router(url, body, script, template=template)
     texts = [TOKENIZER.decode(call.request.prompt_ids) for call in script.calls]
     assert texts == [PROMPT_TEXT, f"{PROMPT_TEXT}\n", f"{PROMPT_TEXT}\nA:"]
     assert script.calls[-1].request.id == "chatcmpl-mine"

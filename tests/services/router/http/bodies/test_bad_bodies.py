@@ -1,6 +1,5 @@
 """A body that cannot be served is rejected with an error that names the field; no verifier is called."""
 
-import asyncio
 import json
 from typing import Any
 
@@ -135,63 +134,51 @@ def check(answer: httpx.Response, status: int, param: str | None, part: str) -> 
     [("/v1/completions", ALL, COMPLETIONS), ("/v1/chat/completions", CHAT, CHATS)],
     ids=["completions", "chat"],
 )
-def test_a_bad_body_gets_an_error_with_the_wrong_field(
+async def test_a_bad_body_gets_an_error_with_the_wrong_field(
     url: str, path: str, good: dict[str, Any], cases: list[tuple[dict[str, Any], str | None, str]]
 ) -> None:
-    async def body() -> None:
-        script = Script(TOKENS)
-        async with worker(url, script), http_router(url) as base:
-            for changes, param, part in cases:
-                check(await sent(base, path, good | changes), 400, param, part)
-            assert script.calls == []
-
-    asyncio.run(body())
+    script = Script(TOKENS)
+    async with worker(url, script), http_router(url) as base:
+        for changes, param, part in cases:
+            check(await sent(base, path, good | changes), 400, param, part)
+        assert script.calls == []
 
 
-def test_bodies_that_are_not_json_or_too_long_are_rejected(url: str) -> None:
+async def test_bodies_that_are_not_json_or_too_long_are_rejected(url: str) -> None:
     async def chunks() -> Any:
         for _ in range(20):
             yield b" " * 2**20
 
-    async def body() -> None:
-        async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
-            check(await sent(base, "/v1/completions", [1]), 400, None, "must be a JSON object")
-            check(await client.post("/v1/completions", content=b"{}"), 400, None, "Content-Type: application/json")
-            check(await client.post("/v1/completions", content=b"{", headers=JSON), 400, None, "not JSON")
-            check(await client.post("/v1/completions", content=b" " * (17 * 2**20)), 413, None, "longer than 16777216")
-            check(await client.post("/v1/completions", content=chunks(), headers=JSON), 413, None, "longer than 16777216")
-
-    asyncio.run(body())
+    async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
+        check(await sent(base, "/v1/completions", [1]), 400, None, "must be a JSON object")
+        check(await client.post("/v1/completions", content=b"{}"), 400, None, "Content-Type: application/json")
+        check(await client.post("/v1/completions", content=b"{", headers=JSON), 400, None, "not JSON")
+        check(await client.post("/v1/completions", content=b" " * (17 * 2**20)), 413, None, "longer than 16777216")
+        check(await client.post("/v1/completions", content=chunks(), headers=JSON), 413, None, "longer than 16777216")
 
 
-def test_unknown_paths_methods_and_models_share_an_error_shape(url: str) -> None:
-    async def body() -> None:
-        async with (
-            worker(url, Script(TOKENS)),
-            http_router(url) as base,
-            httpx.AsyncClient(base_url=base, timeout=30) as client,
+async def test_unknown_paths_methods_and_models_share_an_error_shape(url: str) -> None:
+    async with (
+        worker(url, Script(TOKENS)),
+        http_router(url) as base,
+        httpx.AsyncClient(base_url=base, timeout=30) as client,
+    ):
+        check(await client.post("/v1/embeddings", json={}), 404, None, "embeddings need another server")
+        check(await client.get("/v1/completions"), 405, None, "Method Not Allowed")
+        for answer in (
+            await post(base, "/v1/completions", ALL | {"model": "other"}),
+            await post(base, "/v1/chat/completions", CHAT | {"model": "other"}),
+            await client.get("/v1/models/org/other"),
         ):
-            check(await client.post("/v1/embeddings", json={}), 404, None, "embeddings need another server")
-            check(await client.get("/v1/completions"), 405, None, "Method Not Allowed")
-            for answer in (
-                await post(base, "/v1/completions", ALL | {"model": "other"}),
-                await post(base, "/v1/chat/completions", CHAT | {"model": "other"}),
-                await client.get("/v1/models/org/other"),
-            ):
-                check(answer, 404, "model", "'other'" if answer.request.method == "POST" else "'org/other'")
-                assert answer.json()["error"]["code"] == "model_not_found"
-
-    asyncio.run(body())
+            check(answer, 404, "model", "'other'" if answer.request.method == "POST" else "'org/other'")
+            assert answer.json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("template", [PLAIN, ""])
-def test_neutral_values_are_ignored_and_chats_need_a_template(url: str, template: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, template=template) as base:
-            answer = await post(base, "/v1/chat/completions", CHAT | NEUTRAL)
-            if template:
-                assert answer.status_code == 200, answer.text
-            else:
-                check(answer, 400, "messages", "model 'demo' has no chat template; use /v1/completions")
-
-    asyncio.run(body())
+async def test_neutral_values_are_ignored_and_chats_need_a_template(url: str, template: str) -> None:
+    async with worker(url, Script(TOKENS)), http_router(url, template=template) as base:
+        answer = await post(base, "/v1/chat/completions", CHAT | NEUTRAL)
+        if template:
+            assert answer.status_code == 200, answer.text
+        else:
+            check(answer, 400, "messages", "model 'demo' has no chat template; use /v1/completions")

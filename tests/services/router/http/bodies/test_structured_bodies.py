@@ -7,12 +7,12 @@ from typing import Any
 
 import grpc
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import BadRequestError
 
 from eyas.api.request import StructuredOutputs
 from eyas.services.router.http.bodies.base import parse_body
 from eyas.services.router.http.bodies.openai import CompletionBody
-from tests.support.services.http_router import ALL, CHAT, TOKENS, Script, with_router
+from tests.support.services.http_router import ALL, CHAT, TOKENS, Script, served
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
@@ -49,15 +49,12 @@ def test_every_name_of_a_constraint_means_the_same(fields: dict[str, Any], expec
     assert parse_body(data, CompletionBody, 1000).sampling({}, 8).structured_outputs == expected
 
 
-def test_the_verifier_gets_what_the_client_asked_for(url: str) -> None:
+async def test_the_verifier_gets_what_the_client_asked_for(url: str) -> None:
     script = Script(TOKENS)
     format_: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-
-    async def body(client: AsyncOpenAI) -> None:
+    async with served(url, script) as client:
         await client.chat.completions.create(**CHAT, response_format=format_)
         await client.completions.create(**ALL, extra_body={"structured_outputs": {"choice": ["a", "b"]}})
-
-    with_router(url, body, script)
     assert [call.request.sampling.structured_outputs for call in script.calls] == [
         StructuredOutputs(json=json.dumps(SCHEMA)),
         StructuredOutputs(choice=("a", "b")),
@@ -67,12 +64,9 @@ def test_the_verifier_gets_what_the_client_asked_for(url: str) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a+"})]
 )
-def test_what_a_verifier_cannot_compile_is_named_by_its_field(url: str, field: str, value: dict[str, Any]) -> None:
+async def test_what_a_verifier_cannot_compile_is_named_by_its_field(url: str, field: str, value: dict[str, Any]) -> None:
     script = Script(TOKENS, fails_after=0, status=grpc.StatusCode.INVALID_ARGUMENT, param="structured_outputs")
-
-    async def body(client: AsyncOpenAI) -> None:
+    async with served(url, script) as client:
         with pytest.raises(BadRequestError) as caught:
             await client.chat.completions.create(**CHAT, extra_body={field: value})
         assert caught.value.param == field
-
-    with_router(url, body, script)

@@ -1,13 +1,11 @@
 """Tools and reasoning in chats: what reaches the template, what the output must match, and what the client gets."""
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
-from tests.support.services.http_router import CHAT, TOKENIZER, Script, http_router, post, with_router, worker
+from tests.support.services.http_router import CHAT, TOKENIZER, Script, http_router, post, served, worker
 from tests.support.services.scripted_verifier import PROMPT, TOKENS
 
 ADD: dict[str, Any] = {
@@ -37,22 +35,11 @@ def asked(**fields: Any) -> dict[str, Any]:
     return {name: value for name, value in CHAT.items() if name != "max_tokens"} | fields
 
 
-def answer(text: str, template: str = HERMES, **fields: Any) -> Any:
-    """Return the choice for a request whose output is a text."""
+async def answer(url: str, text: str, **fields: Any) -> Any:
+    """Return the answer to a request whose output is a text."""
     request = asked(max_tokens=len(TOKENIZER.encode_rendered(text)), **fields)
-
-    async def body(client: AsyncOpenAI) -> Any:
+    async with served(url, script(text), template=HERMES) as client:
         return await client.chat.completions.create(**request)
-
-    return with_router(url_of[0], body, script(text), template=template)
-
-
-url_of: list[str] = []
-
-
-@pytest.fixture(autouse=True)
-def router_url(url: str) -> None:
-    url_of[:] = [url]
 
 
 def structural_tag(tokens: Script) -> dict[str, Any]:
@@ -63,8 +50,8 @@ def structural_tag(tokens: Script) -> dict[str, Any]:
     return tag
 
 
-def test_calls_and_reasoning_have_fields_of_their_own() -> None:
-    message = answer(CALLS, tools=[ADD, NOW]).choices[0].message
+async def test_calls_and_reasoning_have_fields_of_their_own(url: str) -> None:
+    message = (await answer(url, CALLS, tools=[ADD, NOW])).choices[0].message
     assert (message.content, message.reasoning_content, message.reasoning) == ("Well.", "Hm", "Hm")
     first, second = message.tool_calls
     assert (first.type, first.function.name, first.function.arguments) == ("function", "add", '{"a": 1}')
@@ -72,12 +59,10 @@ def test_calls_and_reasoning_have_fields_of_their_own() -> None:
     assert first.id != second.id
 
 
-def test_calls_stream_with_index_id_and_name_first(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> list[Any]:
+async def test_calls_stream_with_index_id_and_name_first(url: str) -> None:
+    async with served(url, script(CALLS), template=HERMES) as client:
         events = await client.chat.completions.create(**asked(tools=[ADD, NOW], stream=True))
-        return [event.choices[0].delta async for event in events]
-
-    deltas = with_router(url, body, script(CALLS), template=HERMES)
+        deltas = [event.choices[0].delta async for event in events]
     assert "".join(delta.content or "" for delta in deltas) == "Well."
     assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "Hm"
     pieces = [call for delta in deltas for call in delta.tool_calls or []]
@@ -90,28 +75,27 @@ def test_calls_stream_with_index_id_and_name_first(url: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_finished_call_has_its_own_finish_reason(url: str, stream: bool) -> None:
+async def test_a_finished_call_has_its_own_finish_reason(url: str, stream: bool) -> None:
     """The verifier ends with "length" at the last token; a stop string ends the text before."""
     request = asked(tools=[ADD], stop=["END"], stream=stream)
-    text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>END and more'
-
-    async def body(client: AsyncOpenAI) -> Any:
-        answered = await client.chat.completions.create(**request)
-        if stream:
-            return [event.choices[0].finish_reason async for event in answered][-1]
-        return answered.choices[0].finish_reason
-
-    assert with_router(url, body, script(text), template=HERMES) == "tool_calls"
-    assert with_router(url, body, script("No.END and more"), template=HERMES) == "stop"
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    for text, reason in ((call, "tool_calls"), ("No.", "stop")):
+        async with served(url, script(f"{text}END and more"), template=HERMES) as client:
+            answered: Any = await client.chat.completions.create(**request)
+            last = [event async for event in answered][-1] if stream else answered
+        assert last.choices[0].finish_reason == reason
 
 
-def test_a_message_without_calls_is_as_before() -> None:
-    choice = answer("Hello", tools=[ADD]).choices[0]
+async def test_a_message_without_calls_is_as_before(url: str) -> None:
+    choice = (await answer(url, "Hello", tools=[ADD])).choices[0]
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("Hello", None, "length")
 
 
-def test_reasoning_can_be_left_out_and_its_tokens_are_counted() -> None:
-    kept, dropped = answer("<think>a b c</think>d"), answer("<think>a b c</think>d", extra_body={"include_reasoning": False})
+async def test_reasoning_can_be_left_out_and_its_tokens_are_counted(url: str) -> None:
+    kept, dropped = (
+        await answer(url, "<think>a b c</think>d"),
+        await answer(url, "<think>a b c</think>d", extra_body={"include_reasoning": False}),
+    )
     assert (kept.choices[0].message.reasoning, dropped.choices[0].message.reasoning) == ("a b c", None)
     assert dropped.choices[0].message.content == "d"
     assert (
@@ -119,25 +103,24 @@ def test_reasoning_can_be_left_out_and_its_tokens_are_counted() -> None:
     )
 
 
-def test_one_call_is_returned_without_parallel_tool_calls() -> None:
-    assert len(answer(CALLS, tools=[ADD, NOW], parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+async def test_one_call_is_returned_without_parallel_tool_calls(url: str) -> None:
+    assert len((await answer(url, CALLS, tools=[ADD, NOW], parallel_tool_calls=False)).choices[0].message.tool_calls) == 1
 
 
-def test_choice_none_leaves_calls_in_the_text() -> None:
-    choice = answer('<tool_call>{"name": "add"}</tool_call>', tools=[ADD], tool_choice="none").choices[0]
+async def test_choice_none_leaves_calls_in_the_text(url: str) -> None:
+    choice = (await answer(url, '<tool_call>{"name": "add"}</tool_call>', tools=[ADD], tool_choice="none")).choices[0]
     assert (choice.message.tool_calls, choice.message.content) == (None, '<tool_call>{"name": "add"}</tool_call>')
 
 
-def shown(**fields: Any) -> Any:
+async def shown(url: str, **fields: Any) -> Any:
     """Return the messages and tools that the template gets."""
     tokens = Script(TOKENS * 20)
-    with_router(
-        url_of[0], lambda client: client.chat.completions.create(**asked(max_tokens=1, **fields)), tokens, template=SHOWN
-    )
+    async with served(url, tokens, template=SHOWN) as client:
+        await client.chat.completions.create(**asked(max_tokens=1, **fields))
     return json.loads(TOKENIZER.decode(tokens.calls[0].request.prompt_ids))
 
 
-def test_earlier_turns_reach_the_template_as_it_expects_them() -> None:
+async def test_earlier_turns_reach_the_template_as_it_expects_them(url: str) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     broken = {"id": "c2", "type": "function", "function": {"name": "add", "arguments": '{"a": '}}
     messages = [
@@ -147,7 +130,7 @@ def test_earlier_turns_reach_the_template_as_it_expects_them() -> None:
         {"role": "assistant", "content": "Done", "reasoning": "Ah", "refusal": None, "tool_calls": []},
         {"role": "user", "content": "Again."},
     ]
-    (user, calls, result, done, _), tools = shown(messages=messages, tools=[ADD, NOW])
+    (user, calls, result, done, _), tools = await shown(url, messages=messages, tools=[ADD, NOW])
     assert user == {"role": "user", "content": "Add."}
     assert [one["function"]["arguments"] for one in calls["tool_calls"]] == [{"a": 1}, '{"a": ']
     assert (calls["content"], calls["reasoning_content"]) == ("", "Hm")
@@ -157,15 +140,15 @@ def test_earlier_turns_reach_the_template_as_it_expects_them() -> None:
     assert tools == [ADD, {"type": "function", "function": now}]
 
 
-def test_tools_that_may_not_be_called_are_not_shown() -> None:
-    assert shown(tools=[ADD], tool_choice="none")[1] is None
-    assert shown()[1] is None
+async def test_tools_that_may_not_be_called_are_not_shown(url: str) -> None:
+    assert (await shown(url, tools=[ADD], tool_choice="none"))[1] is None
+    assert (await shown(url))[1] is None
 
 
-def constraint(template: str = HERMES, **fields: Any) -> Any:
+async def constraint(url: str, template: str = HERMES, **fields: Any) -> Any:
     tokens = Script(TOKENS * 20)
-    request = asked(max_tokens=1, **fields)
-    with_router(url_of[0], lambda client: client.chat.completions.create(**request), tokens, template=template)
+    async with served(url, tokens, template=template) as client:
+        await client.chat.completions.create(**asked(max_tokens=1, **fields))
     return structural_tag(tokens)["format"]
 
 
@@ -177,37 +160,37 @@ CLOSED = {**ADD["function"]["parameters"], "additionalProperties": False}
 
 
 @pytest.mark.parametrize("template", [PLAIN_HERMES, PLAIN], ids=["hermes", "unknown format"])
-def test_a_named_tool_must_be_called(template: str) -> None:
-    found = constraint(template, tools=[ADD, NOW], tool_choice=NAMED)
+async def test_a_named_tool_must_be_called(url: str, template: str) -> None:
+    found = await constraint(url, template, tools=[ADD, NOW], tool_choice=NAMED)
     begin, head, schema, tail, end = found["elements"]
     assert (begin["value"], end["value"]) == ("<tool_call>", "</tool_call>")
     assert (head["value"], tail["value"]) == ('\n{"name": "add", "arguments": ', "}\n")
     assert schema == {"type": "json_schema", "json_schema": CLOSED}
 
 
-def test_required_allows_each_tool_and_several_calls() -> None:
-    first, more = constraint(PLAIN_HERMES, tools=[ADD, NOW], tool_choice="required")["elements"]
+async def test_required_allows_each_tool_and_several_calls(url: str) -> None:
+    first, more = (await constraint(url, PLAIN_HERMES, tools=[ADD, NOW], tool_choice="required"))["elements"]
     assert (first["type"], len(first["elements"])) == ("or", 2)
     assert more["type"] == "star"
 
 
-def test_reasoning_may_precede_a_forced_call() -> None:
-    reasoning, _ = constraint(HERMES, tools=[ADD], tool_choice="required")["elements"]
+async def test_reasoning_may_precede_a_forced_call(url: str) -> None:
+    reasoning, _ = (await constraint(url, HERMES, tools=[ADD], tool_choice="required"))["elements"]
     assert reasoning["type"] == "optional"
-    reasoning, _ = constraint(HERMES + "<think>\n", tools=[ADD], tool_choice="required")["elements"]
+    reasoning, _ = (await constraint(url, HERMES + "<think>\n", tools=[ADD], tool_choice="required"))["elements"]
     assert reasoning["type"] == "sequence"
 
 
-def test_strict_tools_constrain_their_calls_only() -> None:
-    found = constraint(PLAIN_HERMES, tools=[ADD, NOW])
+async def test_strict_tools_constrain_their_calls_only(url: str) -> None:
+    found = await constraint(url, PLAIN_HERMES, tools=[ADD, NOW])
     assert (found["type"], found["triggers"]) == ("triggered_tags", ["<tool_call>"])
     schemas = [tag["content"]["json_schema"] for tag in found["tags"]]
     assert schemas == [{"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": False}]
 
 
-def test_a_response_format_leaves_room_for_calls() -> None:
+async def test_a_response_format_leaves_room_for_calls(url: str) -> None:
     schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
-    content, calls = constraint(PLAIN_HERMES, tools=[ADD], response_format=schema)["elements"]
+    content, calls = (await constraint(url, PLAIN_HERMES, tools=[ADD], response_format=schema))["elements"]
     assert content == {"type": "json_schema", "json_schema": {"type": "object"}}
     assert calls["type"] == "sequence"
 
@@ -235,37 +218,31 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "part"), BAD)
-def test_bad_tools_get_an_error_with_the_field(url: str, fields: dict[str, Any], param: str, part: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, template=HERMES) as base:
-            response = await post(base, "/v1/chat/completions", CHAT | fields)
-            error = response.json()["error"]
-            assert (response.status_code, error["param"]) == (400, param), error
-            assert part in error["message"]
-
-    asyncio.run(body())
+async def test_bad_tools_get_an_error_with_the_field(url: str, fields: dict[str, Any], param: str, part: str) -> None:
+    async with worker(url, Script(TOKENS)), http_router(url, template=HERMES) as base:
+        response = await post(base, "/v1/chat/completions", CHAT | fields)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, param), error
+        assert part in error["message"]
 
 
-def test_tools_need_a_known_format_unless_a_call_is_forced(url: str) -> None:
-    async def body() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, template=PLAIN) as base:
-            response = await post(base, "/v1/chat/completions", CHAT | {"tools": [ADD]})
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
-
-    asyncio.run(body())
+async def test_tools_need_a_known_format_unless_a_call_is_forced(url: str) -> None:
+    async with worker(url, Script(TOKENS)), http_router(url, template=PLAIN) as base:
+        response = await post(base, "/v1/chat/completions", CHAT | {"tools": [ADD]})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize("allowed", [{"allowed_tools": ALLOWED}, {"allowed_tools": FLAT_ALLOWED}, FLAT_ALLOWED, ALLOWED])
-def test_only_allowed_tools_are_called_and_all_are_shown(allowed: dict[str, Any]) -> None:
+async def test_only_allowed_tools_are_called_and_all_are_shown(url: str, allowed: dict[str, Any]) -> None:
     tools, choice = [ADD, NOW | {"function": {"name": "now"}}], {"type": "allowed_tools", **allowed}
-    auto = json.dumps(constraint(PLAIN_HERMES, tools=tools, tool_choice=choice))
+    auto = json.dumps(await constraint(url, PLAIN_HERMES, tools=tools, tool_choice=choice))
     assert "add" in auto
     assert "now" not in auto
     required = json.loads(json.dumps(choice).replace("auto", "required"))
-    forced = json.dumps(constraint(PLAIN_HERMES, tools=tools, tool_choice=required))
+    forced = json.dumps(await constraint(url, PLAIN_HERMES, tools=tools, tool_choice=required))
     assert "add" in forced
     assert "now" not in forced
-    assert len(shown(tools=tools, tool_choice=choice)[1]) == 2
+    assert len((await shown(url, tools=tools, tool_choice=choice))[1]) == 2
 
 
 @pytest.mark.parametrize(
@@ -278,15 +255,11 @@ def test_only_allowed_tools_are_called_and_all_are_shown(allowed: dict[str, Any]
         ({"type": "file_search"}, "allowed_tools"),
     ],
 )
-def test_a_wrong_choice_says_what_it_must_be(url: str, choice: dict[str, Any], reason: str) -> None:
+async def test_a_wrong_choice_says_what_it_must_be(url: str, choice: dict[str, Any], reason: str) -> None:
     chat = asked(tools=[ADD], tool_choice=choice)
     response = {"model": "demo", "input": "x", "tools": [{"type": "function", "name": "add"}], "tool_choice": choice}
-
-    async def run() -> None:
-        async with worker(url, Script(TOKENS)), http_router(url, template=HERMES) as base:
-            for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
-                error = (await post(base, path, body)).json()["error"]
-                assert error["param"] == "tool_choice"
-                assert reason in error["message"]
-
-    asyncio.run(run())
+    async with worker(url, Script(TOKENS)), http_router(url, template=HERMES) as base:
+        for path, body in (("/v1/chat/completions", chat), ("/v1/responses", response)):
+            error = (await post(base, path, body)).json()["error"]
+            assert error["param"] == "tool_choice"
+            assert reason in error["message"]

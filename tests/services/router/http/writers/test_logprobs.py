@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from openai import AsyncOpenAI
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 from tokenizers import decoders, models
 
@@ -14,7 +13,7 @@ from eyas.api.request import TokenLogprob
 from eyas.services.router.http.writers.json_blocks import json_blocks
 from eyas.services.router.http.writers.logprobs import chat_logprobs, completion_logprobs, text_offsets
 from eyas.text.tokenizer import Tokenizer
-from tests.support.services.http_router import ALL, CHAT, REST_TEXT, TOKENIZER, with_router
+from tests.support.services.http_router import ALL, CHAT, REST_TEXT, TOKENIZER, served
 from tests.support.services.scripted_verifier import PROMPT, REST, TEXT, TOKENS
 
 BYTES = Tokenizer(HuggingFaceTokenizer(models.WordLevel({"<0xE2>": 0, "<0x82>": 1, "\u2581a": 2, "b": 3}, unk_token="b")))
@@ -45,12 +44,10 @@ def test_partial_characters_and_zero_probabilities_are_encoded() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_completion_reports_logprobs_of_prompt_and_tokens(url: str, stream: bool) -> None:
-    async def body(client: AsyncOpenAI) -> list[Any]:
+async def test_a_completion_reports_logprobs_of_prompt_and_tokens(url: str, stream: bool) -> None:
+    async with served(url) as client:
         answer: Any = await client.completions.create(**ALL, logprobs=2, echo=True, stream=stream)
-        return [event.choices[0] async for event in answer] if stream else [answer.choices[0]]
-
-    choices = with_router(url, body)
+        choices = [event.choices[0] async for event in answer] if stream else [answer.choices[0]]
     text = "".join(choice.text for choice in choices)
     tokens = [token for choice in choices for token in choice.logprobs.tokens]
     offsets = [at for choice in choices for at in choice.logprobs.text_offset]
@@ -64,11 +61,11 @@ def test_a_completion_reports_logprobs_of_prompt_and_tokens(url: str, stream: bo
     assert all(len(top) == 2 and top[token] == -0.5 for top, token in zip(tops[1:], tokens[1:], strict=True))
 
 
-def test_an_echo_of_no_tokens_only_scores_the_prompt(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> Any:
-        return await client.completions.create(**ALL | {"prompt": list(TOKENS[:6]), "max_tokens": 0}, logprobs=0, echo=True)
-
-    answer = with_router(url, body)
+async def test_an_echo_of_no_tokens_only_scores_the_prompt(url: str) -> None:
+    async with served(url) as client:
+        answer = await client.completions.create(
+            **ALL | {"prompt": list(TOKENS[:6]), "max_tokens": 0}, logprobs=0, echo=True
+        )
     (choice,) = answer.choices
     assert choice.text == TOKENIZER.decode(TOKENS[:6])
     assert choice.logprobs.token_logprobs == [None] + [-0.5] * 5
@@ -77,13 +74,12 @@ def test_an_echo_of_no_tokens_only_scores_the_prompt(url: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("top", [None, 2])
-def test_a_chat_reports_logprobs_of_each_token(url: str, stream: bool, top: int | None) -> None:
-    async def body(client: AsyncOpenAI) -> list[Any]:
+async def test_a_chat_reports_logprobs_of_each_token(url: str, stream: bool, top: int | None) -> None:
+    async with served(url) as client:
         more: dict[str, Any] = {} if top is None else {"top_logprobs": top}
         answer: Any = await client.chat.completions.create(**CHAT, **more, logprobs=True, stream=stream)
-        return [event.choices[0] async for event in answer] if stream else [answer.choices[0]]
-
-    entries = [entry for choice in with_router(url, body) for entry in choice.logprobs.content]
+        found = [event.choices[0] async for event in answer] if stream else [answer.choices[0]]
+    entries = [entry for choice in found for entry in choice.logprobs.content]
     assert "".join(entry.token for entry in entries) == REST_TEXT
     assert bytes(byte for entry in entries for byte in entry.bytes) == REST_TEXT.encode()
     assert {entry.logprob for entry in entries} == {-0.5}
@@ -91,14 +87,12 @@ def test_a_chat_reports_logprobs_of_each_token(url: str, stream: bool, top: int 
     assert len(entries) == len(REST)
 
 
-def test_prompt_logprobs_have_a_field_once_for_each_prompt(url: str) -> None:
-    async def body(client: AsyncOpenAI) -> Any:
+async def test_prompt_logprobs_have_a_field_once_for_each_prompt(url: str) -> None:
+    async with served(url) as client:
         request = ALL | {"n": 2, "temperature": 1}
         whole = await client.completions.create(**request, extra_body={"prompt_logprobs": 1})
         chat = await client.chat.completions.create(**CHAT, extra_body={"prompt_logprobs": 0})
-        return whole.choices, chat.choices[0]
-
-    (first, second), chat = with_router(url, body)
+        ((first, second), chat) = whole.choices, chat.choices[0]
     for choice in (first, chat):
         assert choice.prompt_logprobs[0] is None
         tokens = [entry[str(token)] for entry, token in zip(choice.prompt_logprobs[1:], PROMPT[1:], strict=True)]
