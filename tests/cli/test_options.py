@@ -132,6 +132,8 @@ def test_two_word_commands_complete() -> None:
     assert completions("eyas serve router --con") == {"--config"}
     assert completions("eyas keys new --ten") == {"--tenant"}
     assert completions("eyas k") == {"keys"}
+    assert completions("eyas ch") == {"chat", "check"}
+    assert completions("eyas generate --draft") == {"--draft-model"}
 
 
 def commands() -> Iterator[tuple[str, Any]]:

@@ -122,10 +122,3 @@ def test_mistakes_are_reported_without_torch(command: str, reports: dict[str, tu
     code, printed = reports[command]
     assert (code, printed.count("\n")) == (1, 1), printed
     assert printed.startswith(MISTAKES[command])
-
-
-def test_words_are_completed() -> None:
-    for words, found in (("eyas ch", {"chat", "check"}), ("eyas generate --draft", {"--draft-model"})):
-        asked = {"_EYAS_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
-        done = CliRunner().invoke(app, prog_name="eyas", env=asked)
-        assert set(done.output.split()) == found

@@ -86,17 +86,6 @@ def test_a_restarted_drafter_drafts_for_a_running_request(pool: DraftPool) -> No
     running.check()
 
 
-def test_a_late_drafter_drafts_for_a_running_request(pool: DraftPool) -> None:
-    pool.assign("r", "")
-    running = Running(pool)
-    assert running.drafted(num_steps=4) == 0
-    with serving(drafter(), INFO) as address:
-        pool.rebalance([address])
-        running.wait_for_drafter()
-        assert running.drafted(num_steps=6) > 0
-    running.check()
-
-
 def test_a_session_moves_to_another_drafter_for_one_refeed(pool: DraftPool) -> None:
     """The other one gets every committed token once, after it has refused the first commit; and features of as many."""
     other, commits = drafter(), list[tuple[int, int, int]]()

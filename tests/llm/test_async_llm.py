@@ -78,12 +78,6 @@ async def test_a_generator_left_early_cancels_its_request(engine: AsyncLLMEngine
     await last(engine.generate(PROMPTS[0], GREEDY, "left"))
 
 
-async def test_a_bad_request_is_refused_and_others_go_on(engine: AsyncLLMEngine) -> None:
-    with pytest.raises(InvalidRequest, match="the prompt is empty"):
-        await anext(engine.generate("", GREEDY))
-    assert (await last(engine.generate(PROMPTS[0], GREEDY))).finished
-
-
 async def test_chat_streams_the_next_message(engine: AsyncLLMEngine, plain_llm: LLM) -> None:
     messages = [{"role": "user", "content": "def main():"}]
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"

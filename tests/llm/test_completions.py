@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from eyas import LLM, SamplingParams
-from eyas.errors import InvalidRequest
 
 PROMPT = "import os\n\ndef main("
 SAMPLED = SamplingParams(max_tokens=16, temperature=0.9, seed=5)
@@ -69,9 +68,3 @@ def test_a_stop_string_is_not_looked_for_before_min_tokens(plain_llm: LLM, eagle
         (later,) = llm.generate(PROMPT, replace(greedy, stop=stop, min_tokens=5))[0].outputs
         assert later.token_ids == whole.token_ids[: len(later.token_ids)]
         assert len(later.token_ids) > 5 or whole.text.count(stop[0]) == 1
-
-
-def test_a_refused_completion_leaves_nothing_behind(plain_llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="prompt 1: stop_token_ids holds token id 9999"):
-        plain_llm.generate([PROMPT, PROMPT], [replace(SAMPLED, n=3), replace(SAMPLED, stop_token_ids=(9999,))])
-    assert not plain_llm.llm_engine.has_work

@@ -332,11 +332,6 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.
     assert (many - few < 32 * 2000).all(), (few, many)
 
 
-def test_conversations_need_a_chat_template(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="line 1: no chat template"):
-        prepare(tiny_target(tmp_path), [write(tmp_path / "chat.jsonl", {"messages": CHAT})], tmp_path / "out", 0.0, 64, 2, 0)
-
-
 def test_windows_hold_every_document_whole_once(tmp_path: Path) -> None:
     prepared(tmp_path, tiny_target(tmp_path), count=9)
     windows = Windows(tmp_path / "data", 64)

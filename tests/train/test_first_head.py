@@ -2,17 +2,13 @@
 
 import json
 import logging
-import re
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
-from eyas.cli.main import app
 from eyas.cli.train import conclude
 from eyas.train.data import covering_size, read_prepared
 from eyas.train.evaluate import Evaluation
@@ -91,25 +87,6 @@ def test_a_head_that_was_never_evaluated_is_called_untested(
     assert printed.endswith(f"serve it: eyas serve {folder / 'target'} --draft-model {tmp_path / 'best'}\n")
     assert "**Untested**: no evaluation has run" in (tmp_path / "best" / "README.md").read_text()
     assert (tmp_path / "best" / "model.safetensors").read_bytes() == (tmp_path / "last" / "model.safetensors").read_bytes()
-
-
-def test_eval_finds_the_method_of_each_head(folder: Path, tmp_path: Path) -> None:
-    for method in ("eagle1", "medusa"):
-        build_trainer(settings(folder, str(folder / "target"), method, out=str(tmp_path / method))).write_head("head")
-        given = ["--model", folder / "target", "--data", folder / "data", "--temperature", 0, "--num-prompts", 2]
-        more = ["--max-tokens", 4, "--num-draft-tokens", 6, "--device", "cpu"]
-        command = ["train", "eval", tmp_path / method / "head", *given, *more]
-        result = CliRunner().invoke(app, list(map(str, command)))
-        assert result.exit_code == 0, result.output
-        assert re.search(r"temperature 0: tau [1-9]\.", result.output)
-
-
-def test_a_dry_run_says_what_it_does(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text(json.dumps(asdict(settings(folder, str(folder / "target"), out=str(tmp_path)))))
-    result = CliRunner().invoke(app, ["train", "run", "--config", str(tmp_path / "run.json"), "--dry-run"])
-    assert result.exit_code == 0, result.output
-    assert re.match(r"\[ +0 s\] importing torch\n", result.stderr), "before anything that takes long"
-    assert re.search(r"evaluation: about [\d.]+ s for the first", result.stdout)
 
 
 class Clock:

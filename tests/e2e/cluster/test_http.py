@@ -52,14 +52,6 @@ def test_a_chat_goes_through_the_template(demo_cluster: Cluster, client: OpenAI)
     assert answer.choices[0].message.content == generate(demo_cluster["router"].address, PROMPT, plain, NO_DRAFTER).text
 
 
-def test_a_prompt_is_scored_by_an_echo_without_output(client: OpenAI) -> None:
-    request = OPTIONS | {"n": 1, "max_tokens": 0}
-    (choice,) = client.completions.create(**request, echo=True, logprobs=1).choices
-    assert choice.text == PROMPT == "".join(choice.logprobs.tokens[1:])
-    assert choice.logprobs.token_logprobs[0] is None
-    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
-
-
 def test_the_openai_example_of_the_readme_works(demo_cluster: Cluster) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```py\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -35,15 +36,16 @@ CALL = GenerateCall(Request("r", (0, 282, 659, 276), SAMPLING))
 
 ENGINE = EngineConfig(max_kv_tokens=1200, max_num_seqs=1, max_queued_requests=1, draft_budget="fixed")
 
-Body = Callable[["generation_pb2_grpc.GenerationAsyncStub"], Awaitable[None]]
-
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def serving(body: Body, stop: Callable[[], None] = terminate, **settings: Any) -> None:
-    """Run `body`, then `stop`, against a verifier with these settings, which must then end by itself."""
+@asynccontextmanager
+async def serving(
+    stop: Callable[[], None] = terminate, **settings: Any
+) -> AsyncIterator[generation_pb2_grpc.GenerationAsyncStub]:
+    """Run a verifier with these settings; yields a stub, and calls `stop`, after which the verifier must end by itself."""
     settings = {"engine": EngineConfig(max_kv_tokens=1200, max_num_seqs=1, max_queued_requests=1)} | settings
     config = VerifierConfig(
         served_model_name="demo",
@@ -53,35 +55,30 @@ def serving(body: Body, stop: Callable[[], None] = terminate, **settings: Any) -
         registry=RegistryConfig(url=f"redis://127.0.0.1:{free_port()}/0"),
         **settings,
     )
-
-    async def both() -> None:
-        service = asyncio.create_task(run(config))
-        async with open_channel(f"127.0.0.1:{config.server.port}") as channel:
-            health = health_pb2_grpc.HealthStub(channel)
-            answer = await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
-            while answer.status != health_pb2.HealthCheckResponse.SERVING:
-                await asyncio.sleep(0.01)
-                answer = await health.Check(health_pb2.HealthCheckRequest())
-            await asyncio.wait_for(body(generation_pb2_grpc.GenerationStub(channel)), 120)
-            stop()
-            await asyncio.wait_for(service, 100)
-
-    asyncio.run(both())
+    service = asyncio.create_task(run(config))
+    async with open_channel(f"127.0.0.1:{config.server.port}") as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        answer = await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)
+        while answer.status != health_pb2.HealthCheckResponse.SERVING:
+            await asyncio.sleep(0.01)
+            answer = await health.Check(health_pb2.HealthCheckRequest())
+        async with asyncio.timeout(120):
+            yield generation_pb2_grpc.GenerationStub(channel)
+        stop()
+        await asyncio.wait_for(service, 100)
 
 
-def test_a_stuck_step_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stuck_step_ends_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every long step counts as stuck here. The system ends the process if it does not end by itself."""
     alarms: list[int] = []
     monkeypatch.setattr("signal.alarm", alarms.append)
     prompt = tuple(range(5, 1005))
-
-    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
-        code, details = await status_of(stub, replace(CALL, request=replace(CALL.request, prompt_ids=prompt)))
-        assert code is grpc.StatusCode.UNAVAILABLE
-        assert "a step has not ended" in details
-
-    with pytest.raises(Unavailable, match="a step has not ended"):
-        serving(body, lambda: None, stuck_step_timeout_s=0.001, stuck_step_exit_timeout_s=0.002)
+    ends = pytest.raises(Unavailable, match="a step has not ended")
+    with ends:
+        async with serving(lambda: None, stuck_step_timeout_s=0.001, stuck_step_exit_timeout_s=0.002) as stub:
+            code, details = await status_of(stub, replace(CALL, request=replace(CALL.request, prompt_ids=prompt)))
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert "a step has not ended" in details
     join_engines()
     assert alarms == [END_SECONDS]
 
@@ -100,8 +97,8 @@ def changed(**sampling: Any) -> GenerateCall:
     return replace(CALL, request=replace(CALL.request, sampling=unchecked(SAMPLING, **sampling)))
 
 
-def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
-    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+async def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
+    async with serving() as stub:
         chunks = await generate(stub, CALL)
         assert [chunk.seed for chunk in chunks] == [7] + [None] * 11
         totals = chunks[-1].totals
@@ -118,8 +115,6 @@ def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
         other = replace(models[0], outputs_fingerprint="x")
         code, details = await status_of(stub, replace(CALL, target_fingerprint=other.pin))
         assert (code, "dtype" in details) == (grpc.StatusCode.UNAVAILABLE, True)
-
-    serving(body)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +150,8 @@ def test_a_pin_of_one_gpu_is_that_of_older_verifiers() -> None:
     assert outputs_fingerprint(config, TargetInfo("digest", "none")) == "0976319a7e4826ee062dd831d78114ef"
 
 
-def test_cached_prompt_tokens_are_reported_with_the_totals() -> None:
-    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+async def test_cached_prompt_tokens_are_reported_with_the_totals() -> None:
+    async with serving() as stub:
         for cached in (0, len(CALL.request.prompt_ids) - 1):
             chunks = await generate(stub, CALL)
             totals = chunks[-1].totals
@@ -164,11 +159,9 @@ def test_cached_prompt_tokens_are_reported_with_the_totals() -> None:
             assert totals.num_cached_tokens == cached
             assert [chunk.chunk.num_cached for chunk in chunks] == [cached] + [0] * 11
 
-    serving(body)
 
-
-def test_bad_requests_get_a_status_with_a_reason() -> None:
-    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+async def test_bad_requests_get_a_status_with_a_reason() -> None:
+    async with serving() as stub:
         invalid = grpc.StatusCode.INVALID_ARGUMENT
         as_text = replace(CALL, prompt_text="def")
         cases: list[tuple[GenerateCall, grpc.StatusCode, str]] = [
@@ -185,11 +178,9 @@ def test_bad_requests_get_a_status_with_a_reason() -> None:
             assert (found[0], words in found[1]) == (code, True), found
         assert len(await generate(stub, CALL)) == 12
 
-    serving(body)
 
-
-def test_a_drafter_unknown_to_discovery_is_refused_undialled() -> None:
-    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+async def test_a_drafter_unknown_to_discovery_is_refused_undialled() -> None:
+    async with serving(method="prompt_lookup", draft_placement="service") as stub:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             code, details = await status_of(stub, replace(CALL, drafter=address))
@@ -200,17 +191,14 @@ def test_a_drafter_unknown_to_discovery_is_refused_undialled() -> None:
             with pytest.raises(BlockingIOError):
                 listener.accept()
 
-    serving(body, method="prompt_lookup", draft_placement="service")
-
 
 @pytest.mark.parametrize("method", ["prompt_lookup", "suffix", "lookahead"])
-def test_lookups_in_the_verifier_change_no_token(method: str) -> None:
+async def test_lookups_in_the_verifier_change_no_token(method: str) -> None:
     """No draft service is dialled; the first text repeats itself, so that there is something to look up."""
     prompt = (0, *(282, 659, 276, 40) * 8)
     call = replace(CALL, request=Request("r", prompt, SamplingParams(48, temperature=0, ignore_eos=True, seed=3)))
     found: list[list[int]] = []
-
-    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+    async with serving(method=method, tree=TreeConfig(6), engine=ENGINE) as stub:
         (model,) = convert.models_from_proto(await stub.ListModels(generation_pb2.ListModelsRequest()))
         assert model.features_fingerprint == ""
         for drafter in ("", NO_DRAFTER):
@@ -218,14 +206,12 @@ def test_lookups_in_the_verifier_change_no_token(method: str) -> None:
             found.append([token for chunk in chunks for token in chunk.chunk.token_ids])
             steps = [chunk.chunk.verify_step for chunk in chunks if chunk.chunk.verify_step]
             assert any(step.drafted for step in steps) is not bool(drafter)
-
-    serving(body, method=method, tree=TreeConfig(6), engine=ENGINE)
     assert found[0] == found[1]
     assert len(found[0]) == 48
 
 
-def test_a_cancelled_request_frees_its_slots() -> None:
-    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+async def test_a_cancelled_request_frees_its_slots() -> None:
+    async with serving() as stub:
         long = convert.generate_call_to_proto(changed(max_tokens=1000))
         running, waiting = stub.Generate(long), stub.Generate(long)
         await running.read()
@@ -240,11 +226,9 @@ def test_a_cancelled_request_frees_its_slots() -> None:
                 pass
         assert len(await generate(stub, CALL)) == 12
 
-    serving(body)
 
-
-def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
-    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+async def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
+    async with serving(stop=lambda: None) as stub:
         running = stub.Generate(convert.generate_call_to_proto(changed(max_tokens=300)))
         last: Any = await running.read()
         terminate()
@@ -252,8 +236,6 @@ def test_sigterm_lets_streams_finish_and_refuses_new_ones() -> None:
         while not last.HasField("finish"):
             last = await running.read()
         assert (last.finish.reason, last.finish.num_output_tokens) == ("length", 300)
-
-    serving(body, stop=lambda: None)
 
 
 async def until(code: grpc.StatusCode, stub: generation_pb2_grpc.GenerationAsyncStub) -> EyasError:
@@ -266,10 +248,9 @@ async def until(code: grpc.StatusCode, stub: generation_pb2_grpc.GenerationAsync
                 return status_error(error)
 
 
-def test_cached_tokens_show_no_prompt_of_another_salt() -> None:
+async def test_cached_tokens_show_no_prompt_of_another_salt() -> None:
     prompt = tuple(range(300, 428))
-
-    async def body(stub: generation_pb2_grpc.GenerationAsyncStub) -> None:
+    async with serving() as stub:
         outputs, cached = [], []
         for salt in ("a", "b", "a"):
             request = Request("r", prompt, SAMPLING, tenant=salt, cache_salt=salt)
@@ -278,5 +259,3 @@ def test_cached_tokens_show_no_prompt_of_another_salt() -> None:
             cached.append(sum(chunk.chunk.num_cached for chunk in chunks))
         assert cached == [0, 0, len(prompt) - 1]
         assert outputs[0] == outputs[1] == outputs[2]
-
-    serving(body)

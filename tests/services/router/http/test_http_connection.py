@@ -231,7 +231,7 @@ async def test_errors_below_the_messages_api_have_its_shape() -> None:
     assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
 
 
-@pytest.mark.parametrize("sent", [b"GET /", CHUNKED + b"5\r\na"], ids=["headers", "body"])
+@pytest.mark.parametrize("sent", [b"", b"GET /", CHUNKED + b"5\r\na"], ids=["nothing", "headers", "body"])
 async def test_half_a_request_gets_status_408(sent: bytes) -> None:
     answer = await answer_to(sent, header_timeout_s=0.3, body_timeout_s=0.3)
     assert answer.startswith(b"HTTP/1.1 408 ")

@@ -79,21 +79,6 @@ async def respond(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b""})
 
 
-@pytest.mark.parametrize(
-    ("sent", "received"),
-    [
-        (b"", b"408 Request Timeout"),
-        (b"GET /live HTT", b"408 Request Timeout"),
-        (HEAD + b"Content-Length: 5\r\n\r\nab", b"408 Request Timeout"),
-    ],
-    ids=["nothing", "headers", "body"],
-)
-async def test_half_a_request_ends_its_connection(url: str, sent: bytes, received: bytes) -> None:
-    async with http_router(url, limits=LIMITS) as base:
-        found = await response(base, sent)
-    assert received in found.partition(b"\r\n")[0]
-
-
 @pytest.mark.parametrize("header", [b"X: " + b"a" * 40_000, b"X: a\r\n" * 8000], ids=["long", "many"])
 async def test_headers_beyond_the_limit_end_their_connection(header: bytes) -> None:
     async with server(replace(LimitsConfig(), max_header_bytes=4096)) as base:

@@ -1,10 +1,9 @@
 """OpenAI's own client works unchanged with the router."""
 
-import asyncio
 from typing import Any
 
 import pytest
-from openai import NotFoundError, OpenAI
+from openai import NotFoundError
 
 from tests.support.services.http_router import (
     ALL,
@@ -13,9 +12,7 @@ from tests.support.services.http_router import (
     REST_TEXT,
     TOKENIZER,
     Script,
-    http_router,
     served,
-    worker,
 )
 from tests.support.services.scripted_verifier import CHUNK_TOKENS, PROMPT, REST, TEXT, TOKENS
 
@@ -110,26 +107,6 @@ async def test_speculation_statistics_are_returned_on_request(url: str) -> None:
     assert (sum(histogram), sum(at * steps for at, steps in enumerate(histogram))) == (num_verify_steps, accepted)
     assert last["speculative_decoding"]["acceptance_histogram"] == histogram
     assert scored == 0, "the one token that scoring costs does not count"
-
-
-async def test_the_blocking_client_is_served_too(url: str) -> None:
-    def complete(base: str) -> tuple[Any, str]:
-        with OpenAI(base_url=f"{base}/v1", api_key="none") as client:
-            parts = client.chat.completions.create(**CHAT, stream=True)
-            text = "".join(part.choices[0].delta.content or "" for part in parts)
-            return client.completions.create(**ALL).choices[0].text, text
-
-    async with worker(url, Script(TOKENS)), http_router(url) as base:
-        found = await asyncio.to_thread(complete, base)
-    assert found == (REST_TEXT, REST_TEXT)
-
-
-async def test_a_client_that_drops_its_stream_does_not_harm_the_next(url: str) -> None:
-    async with served(url) as client:
-        async with await client.completions.create(**ALL, stream=True) as events:
-            await anext(aiter(events))
-        found = "".join(await texts(await client.completions.create(**ALL, stream=True)))
-    assert found == REST_TEXT
 
 
 async def test_a_stop_string_ends_the_text(url: str) -> None:

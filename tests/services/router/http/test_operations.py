@@ -7,17 +7,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, AuthenticationError
 from prometheus_client import Counter
@@ -49,6 +44,7 @@ from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.services.router.test_router_cli import eyas
+from tests.support.services.authority import Authority
 from tests.support.services.http_router import ALL, REST_TEXT, Script, get, http_router, post, worker
 from tests.support.services.redis_server import running_redis
 from tests.support.services.scripted_verifier import LEASE_S, MODEL, RETRY, TOKENS
@@ -246,24 +242,9 @@ async def grpc_server(keys: ApiKeys, tls: TlsConfig) -> AsyncIterator[str]:
 
 
 def certificate(folder: Path) -> TlsConfig:
-    """Create a self-signed certificate for 127.0.0.1."""
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "eyas")])
-    now = datetime.now(UTC)
-    signed = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "cert.pem").write_bytes(signed.public_bytes(serialization.Encoding.PEM))
-    form = serialization.PrivateFormat.PKCS8
-    (folder / "key.pem").write_bytes(key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption()))
-    return TlsConfig(str(folder / "cert.pem"), str(folder / "key.pem"))
+    """Write a certificate for 127.0.0.1, and ca.crt of its authority."""
+    Authority().write(folder, "eyas")
+    return TlsConfig(str(folder / "tls.crt"), str(folder / "tls.key"))
 
 
 async def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) -> None:
@@ -275,7 +256,7 @@ async def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Pa
         return grpc.StatusCode.OK
 
     tls = certificate(tmp_path)
-    trust = grpc.ssl_channel_credentials(Path(tls.cert_file).read_bytes())
+    trust = grpc.ssl_channel_credentials((tmp_path / "ca.crt").read_bytes())
     async with (
         grpc_server(ApiKeys(plain_keys(["one"], "test")), tls) as address,
         grpc.aio.secure_channel(address, trust) as channel,
@@ -318,7 +299,7 @@ async def test_the_http_server_supports_tls(tmp_path: Path) -> None:
     server = HttpServer(echo, HttpConfig(), tls)
     await server.start()
     try:
-        trust = ssl.create_default_context(cafile=tls.cert_file)
+        trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
         async with httpx.AsyncClient(verify=trust, timeout=30, base_url=f"https://{server.address}") as client:
             assert (await client.get("/")).text == "here"
             assert (await client.post("/", content=sent)).content == sent
