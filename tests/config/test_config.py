@@ -35,11 +35,6 @@ def test_assignments_alone_are_enough() -> None:
     assert (config.draft_model, config.drafting.shared_noise) == ("h", False)
 
 
-def test_models_of_a_router_are_read(tmp_path: Path) -> None:
-    config = load(RouterConfig, written(tmp_path, ROUTER))
-    assert [(model.name, model.tokenizer) for model in config.models] == [("m", "t")]
-
-
 def test_an_assignment_changes_an_entry_of_a_list(tmp_path: Path) -> None:
     file = written(tmp_path, ROUTER)
     (model,) = load(RouterConfig, file, ["models.0.tool_call_parser=hermes"]).models

@@ -90,30 +90,6 @@ def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> N
     assert f"{tmp_path}/headless" in errors
 
 
-@pytest.mark.parametrize(
-    ("setting", "reason"),
-    [
-        (
-            "verifer.tree.num_draft_tokens=8",
-            "no service 'verifer' is started; did you mean verifier.tree.num_draft_tokens=8?",
-        ),
-        ("verifier.engine.max_num_seq=8", "unknown setting engine.max_num_seq; did you mean engine.max_num_seqs?"),
-        ("router.tls={cert_file: c.pem, key_file: k.pem}", "router: services started together do not speak TLS"),
-        (
-            "draft.peers={cert_file: c.pem, key_file: k.pem, ca_file: ca.pem}",
-            "draft: services started together do not speak TLS",
-        ),
-        ("router.tls.key_file=k.pem", "cert_file and key_file go together"),
-    ],
-)
-def test_an_invalid_setting_starts_nothing(setting: str, reason: str, tmp_path: Path) -> None:
-    with local(tmp_path, "serve", "--demo", "--set", setting) as process:
-        output, errors = process.communicate(timeout=250)
-    assert (process.returncode, output) == (1, "")
-    assert reason in errors
-    assert not list(tmp_path.glob("eyas-*"))
-
-
 @pytest.mark.nightly
 def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
     with local(tmp_path, "serve", "--demo", *LIGHT) as process:

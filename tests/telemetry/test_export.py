@@ -1,6 +1,5 @@
 """How metrics, spans and log lines leave a process, and the environment variables that control it."""
 
-import io
 import json
 import logging
 import math
@@ -20,9 +19,10 @@ from eyas.errors import ConfigError
 from eyas.services.local.cluster import free_port
 from eyas.telemetry import metrics
 from eyas.telemetry.exporters import exposition, serving_metrics, telemetry, to_otlp
-from eyas.telemetry.logging import configure_logging, request_log
+from eyas.telemetry.logging import request_log
 from eyas.telemetry.metrics import counter, histogram
 from eyas.telemetry.tracing import context_of, exports, resource, trace_of, trace_pairs
+from tests.support.logs import caught_log
 from tests.support.services.promql import ROOT
 from tests.support.services.spans import TRACE, Spans
 
@@ -178,20 +178,13 @@ def test_a_trace_context_comes_back_and_nonsense_begins_none() -> None:
         assert spans.telemetry.tracer.start_span("root", context_of(nonsense)).parent is None  # type: ignore[attr-defined]
 
 
-def test_lines_within_a_request_bear_its_ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, root = io.StringIO(), logging.getLogger()
-    before = (root.handlers[:], root.level)
-    try:
-        monkeypatch.setattr("sys.stderr", out)
-        configure_logging("json")
+def test_lines_within_a_request_bear_its_ids() -> None:
+    with caught_log("json") as out:
         span = Spans().telemetry.tracer.start_span("request", context_of(TRACE))
         with request_log("", span) as about:
             about.request_id = "r-1"
             logging.getLogger("somewhere").info("inside %d", 1)
         logging.getLogger("somewhere").warning("outside")
-    finally:
-        root.handlers[:] = before[0]
-        root.setLevel(before[1])
     inside, outside = map(json.loads, out.getvalue().splitlines())
     assert inside["request_id"] == "r-1"
     assert inside["trace_id"] == TRACE[0][1].split("-")[1]

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 from grpc._cython.cygrpc import ExecuteBatchError
 
-from eyas.telemetry.logging import RateLimit, configure_logging, escaped
+from eyas.telemetry.logging import RateLimit, escaped
+from tests.support.logs import caught_log
 
 FORGED = "id\n2026-01-01 00:00:00,000 INFO eyas: all is well\r\x1b[2K\u202e\u2028\x00"
 log = logging.getLogger("eyas.somewhere")
@@ -20,17 +21,8 @@ log = logging.getLogger("eyas.somewhere")
 @pytest.fixture(params=["text", "json"])
 def out(request: pytest.FixtureRequest) -> Iterator[Callable[[], str]]:
     """What a process that logs in this format has written."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    configure_logging(request.param)
-    stream = io.StringIO()
-    handler = root.handlers[0]
-    assert isinstance(handler, logging.StreamHandler)
-    handler.setStream(stream)
-    try:
-        yield stream.getvalue
-    finally:
-        root.handlers[:], _ = handlers, root.setLevel(level)
+    with caught_log(request.param) as written:
+        yield written.getvalue
 
 
 def test_no_part_of_a_message_forges_a_line(out: Callable[[], str]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from eyas.cli.main import app
 from eyas.config import ServedModel, load
 from eyas.config.drafting import LOOKUPS, METHOD_FACTS
 from eyas.config.router import RouterConfig
-from eyas.config.serving import DraftConfig, VerifierConfig
+from eyas.config.serving import DraftConfig
 from eyas.device.host import PHASE_PREFIX
 from eyas.drafters.registry import METHODS
 from eyas.engine.engine import EngineLoad, StepReport
@@ -51,16 +52,22 @@ REFUSED = {
     "--set verifier.engine.emulated_device=x": "'x' is no cost table",
     "--set verifier.peers.token_file=nowhere": "verifier: peers.token_file: cannot read nowhere",
     "--method suffix --set verifier.engine.acceptance=rejection": "suffix cannot sample drafts",
+    "--set verifer.tree.num_steps=8": "no service 'verifer' is started; did you mean verifier.tree.num_steps=8?",
+    "--set verifier.engine.max_num_seq=8": "unknown setting engine.max_num_seq; did you mean engine.max_num_seqs?",
+    '--set router.tls={"cert_file":"c.pem","key_file":"k.pem"}': "router: services started together do not speak TLS",
+    '--set verifier.peers={"cert_file":"c","key_file":"k","ca_file":"a"}': "verifier: services started together do not speak TLS",
+    "--set router.tls.key_file=k.pem": "cert_file and key_file go together",
 }
 
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_settings_are_refused_before_processes_start(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("eyas.services.local.cluster.Child.start", lambda self: pytest.fail("a process was started"))
     result = CliRunner().invoke(app, ["serve", TARGET, "--port", "0", "--grpc-port", "31999", *words.split()])
     assert result.exit_code == 1
     assert REFUSED[words] in result.stderr
+    assert not list(tmp_path.glob("eyas-*"))
 
 
 def test_settings_of_draft_services_are_checked_alike() -> None:
@@ -89,16 +96,6 @@ def test_the_names_of_methods_are_those_that_are_built() -> None:
     assert not [name for name in LOOKUPS if METHODS[name].features]
     with pytest.raises(ConfigError, match="each alias, needs a name of its own"):
         RouterConfig((ServedModel("a", TARGET, aliases=("b",)), ServedModel("b", TARGET)))
-
-
-def test_lookups_alone_are_drafted_by_the_verifier() -> None:
-    for method, placement, own in (
-        ("suffix", "auto", True), ("suffix+lookahead", "auto", True), ("suffix", "service", False),
-        ("rest", "auto", False), ("none", "auto", False), ("", "auto", False),
-    ):  # fmt: skip
-        config = VerifierConfig(served_model_name="m", model=TARGET, method=method, draft_placement=placement)  # type: ignore[arg-type]
-        assert config.drafts_itself is own, (method, placement)
-    assert [service.name for service in plan(TARGET, "", "suffix")] == ["verifier", "router"]
 
 
 def test_new_messages_are_whole_lines_of_text_or_json(tmp_path: Path) -> None:

@@ -1,18 +1,15 @@
 """Metrics, spans and log lines of HTTP requests; they equal those of gRPC requests."""
 
 import asyncio
-import io
 import json
-import logging
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 
 from eyas.config import LimitsConfig, RetryConfig
 from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.telemetry.logging import configure_logging
+from tests.support.logs import caught_log
 from tests.support.services.http_router import ALL, CHAT, TOKENS, Script, get, http_router, post, worker
 from tests.support.services.spans import TRACE, Spans
 
@@ -122,30 +119,19 @@ async def test_a_request_begins_before_it_waits_for_a_verifier(url: str) -> None
     assert min(first_s, whole_s, (span.end_time - span.start_time) / 1e9) > 0.9 * waited_s
 
 
-@pytest.fixture
-def json_log(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
-    """Capture the log of this process as JSON."""
-    out, root = io.StringIO(), logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    monkeypatch.setattr("sys.stderr", out)
-    configure_logging("json")
-    yield out
-    root.handlers[:] = handlers
-    root.setLevel(level)
-
-
 @pytest.mark.parametrize("stream", [False, True])
-async def test_every_log_line_of_a_request_has_its_id_and_trace(url: str, stream: bool, json_log: io.StringIO) -> None:
+async def test_every_log_line_of_a_request_has_its_id_and_trace(url: str, stream: bool) -> None:
     """Also those in the middle and at the end, which other tasks write."""
-    dying = Script(TOKENS, fails_after=2)
-    async with (
-        worker(url, dying, free_kv_tokens=99_999),
-        worker(url, Script(TOKENS)),
-        http_router(url, telemetry=RouterTelemetry(Spans().telemetry)) as base,
-    ):
-        headers = {"traceparent": TRACE[0][1], "x-request-id": "mine"}
-        await post(base, "/v1/completions", ALL | {"stream": stream}, headers=headers)
+    dying, telemetry = Script(TOKENS, fails_after=2), RouterTelemetry(Spans().telemetry)
+    with caught_log("json") as log:
+        async with (
+            worker(url, dying, free_kv_tokens=99_999),
+            worker(url, Script(TOKENS)),
+            http_router(url, telemetry=telemetry) as base,
+        ):
+            headers = {"traceparent": TRACE[0][1], "x-request-id": "mine"}
+            await post(base, "/v1/completions", ALL | {"stream": stream}, headers=headers)
     assert len(dying.calls) == 1
-    lines = [line for line in map(json.loads, json_log.getvalue().splitlines()) if line["message"].startswith("request ")]
+    lines = [line for line in map(json.loads, log.getvalue().splitlines()) if line["message"].startswith("request ")]
     assert [line["level"] for line in lines] == ["WARNING", "INFO"]
     assert {(line.get("request_id"), line.get("trace_id")) for line in lines} == {("cmpl-mine", TRACE_ID)}
