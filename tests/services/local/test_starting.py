@@ -55,7 +55,7 @@ REFUSED = {
     "--set verifer.tree.num_steps=8": "no service 'verifer' is started; did you mean verifier.tree.num_steps=8?",
     "--set verifier.engine.max_num_seq=8": "unknown setting engine.max_num_seq; did you mean engine.max_num_seqs?",
     '--set router.tls={"cert_file":"c.pem","key_file":"k.pem"}': "router: services started together do not speak TLS",
-    '--set verifier.peers={"cert_file":"c","key_file":"k","ca_file":"a"}': "verifier: services started together do not speak TLS",
+    '--set verifier.peers={"cert_file":"c","key_file":"k","ca_file":"a"}': "verifier: services started together do not",
     "--set router.tls.key_file=k.pem": "cert_file and key_file go together",
 }
 
