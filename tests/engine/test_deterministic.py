@@ -25,6 +25,7 @@ from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.families import FAMILIES, VOCAB, config_of, write_model
+from tests.support.runs import outputs_of, run
 from tests.support.tiny import DEMO, fixed_config
 
 ROWS = 8
@@ -153,18 +154,16 @@ def test_a_bfloat16_batch_is_equal_with_and_without_drafter() -> None:
     config = fixed_config(max_kv_tokens=1024, max_prefill_tokens=40, deterministic=True)
     eagle = DraftHead(head, "eagle3").build_drafter(target_folder, "bfloat16", "cpu", tree, DraftingConfig())
     drafters: dict[str, Drafter | None] = {"plain": None, "eagle3": eagle, "random": RandomDrafter(4096)}
-    outputs: dict[str, dict[str, list[int]]] = {name: {} for name in drafters}
+    prompts = [np.random.default_rng(seed).integers(3, 4096, length).tolist() for seed, length in enumerate((3, 30, 17, 9))]
+    requests = [
+        Request(f"{seed}", tuple(prompt), SamplingParams(6, 0.8 * (seed % 2), seed=seed, ignore_eos=True))
+        for seed, prompt in enumerate(prompts)
+    ]
+    outputs = dict[str, dict[str, list[int]]]()
     for name, drafter in drafters.items():
         own = replace(config, draft_budget="adaptive") if name == "random" else config
         engine = assemble_engine(target, fuser, own, tree, drafter)
-        for seed, length in enumerate((3, 30, 17, 9)):
-            prompt = np.random.default_rng(seed).integers(3, 4096, length).tolist()
-            params = SamplingParams(6, 0.8 * (seed % 2), seed=seed, ignore_eos=True)
-            engine.submit(Request(f"{seed}", tuple(prompt), params))
-        while engine.has_work:
-            for chunk in engine.step():
-                outputs[name].setdefault(chunk.request_id, []).extend(chunk.token_ids)
-            engine.check()
+        outputs[name] = outputs_of(run(engine, requests))
     assert outputs["plain"] == outputs["eagle3"] == outputs["random"]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.api.request import Chunk, GenerationStats, Request, SamplingParams
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, TreeConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.trial import Trial
@@ -22,6 +22,7 @@ from tests.support import reference
 from tests.support.bad_drafters import DyingDrafter, MovingDrafter, RandomDrafter, WorkingDrafter
 from tests.support.corpora import write_datastore
 from tests.support.methods import CASES, Case
+from tests.support.runs import assert_plain, chi_square_is_plausible, outputs_of, run, stats_of, tokens_of
 from tests.support.tiny import fixed_config, shared_target, token_without_numbers
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
@@ -88,24 +89,6 @@ def make_engine(
     )
 
 
-def run(engine: Engine, arrivals: dict[int, list[Request]]) -> dict[str, list[Chunk]]:
-    """Submit requests at given steps, and run until all have ended."""
-    chunks: dict[str, list[Chunk]] = {}
-    step = 0
-    while engine.has_work or any(at >= step for at in arrivals):
-        for request in arrivals.get(step, []):
-            engine.submit(request)
-        for chunk in engine.step():
-            chunks.setdefault(chunk.request_id, []).append(chunk)
-        engine.check()
-        step += 1
-    return chunks
-
-
-def tokens_of(chunks: list[Chunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
-
-
 def prompts(count: int, seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(3, 48, int(rng.integers(1, 40))).tolist() for _ in range(count)]
@@ -122,10 +105,8 @@ def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
         Request(f"r{i}", tuple(prompt), replace(params, seed=100 + i, max_tokens=16 - i))
         for i, (prompt, params) in enumerate(zip(prompts(6), cycle(BATCHES[kinds]), strict=False))
     ]
-    chunks = run(engine, {0: requests[:2], 2: requests[2:4], 6: requests[4:]})
-    for request in requests:
-        expected = reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
-        assert tokens_of(chunks[request.id]) == expected, f"{request.id} differs"
+    chunks = run(engine, requests[:2], {2: requests[2:4], 6: requests[4:]})
+    assert_plain(tiny_target, requests, chunks)
     assert engine.load.free_kv_tokens == 1024
 
 
@@ -135,8 +116,8 @@ def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
 def test_a_single_request_equals_the_plain_loop(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, draft_budget="adaptive")
     request = Request("one", tuple(prompts(1, seed=5)[0]), SamplingParams(**{**vars(PARAMS[kind]), "seed": 2**64 - 1}))
-    chunks = run(engine, {0: [request]})
-    assert tokens_of(chunks["one"]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    chunks = run(engine, [request])
+    assert_plain(tiny_target, [request], chunks)
 
 
 def test_adaptive_trees_drafted_ahead_change_no_token(tiny_target: str, tiny_head: str) -> None:
@@ -150,17 +131,15 @@ def test_adaptive_trees_drafted_ahead_change_no_token(tiny_target: str, tiny_hea
         Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=24))
         for i, (prompt, params) in enumerate(zip(prompts(4), cycle(BATCHES["mixed"]), strict=False))
     ]
-    chunks = run(engine, {0: requests[:1], 5: requests[1:]})
+    chunks = run(engine, requests[:1], {5: requests[1:]})
     assert any(chunk.verify_step and chunk.verify_step.drafted for own in chunks.values() for chunk in own)
-    for request in requests:
-        expected = reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
-        assert tokens_of(chunks[request.id]) == expected, f"{request.id} differs"
+    assert_plain(tiny_target, requests, chunks)
 
 
 def test_a_drafter_that_returns_drafts_for_running_requests(tiny_target: str, tiny_head: str) -> None:
     drafter = make_drafter("dying", tiny_target, tiny_head)
     engine = make_engine(drafter, tiny_target, tiny_head)
-    (chunks,) = run(engine, {0: [Request("a", (5, 6, 7), SamplingParams(24, 0.0, seed=0, ignore_eos=True))]}).values()
+    (chunks,) = run(engine, [Request("a", (5, 6, 7), SamplingParams(24, 0.0, seed=0, ignore_eos=True))]).values()
     drafted = [chunk.verify_step.drafted if chunk.verify_step else 0 for chunk in chunks]
     assert 0 in drafted[2:10], "the drafter was away for some rounds"
     assert drafted[-4] > 0, "and drafted again afterwards"
@@ -174,7 +153,7 @@ def test_a_moved_session_is_sent_again_once(tiny_target: str, tiny_head: str) ->
         Request(f"r{i}", tuple(prompt), replace(params, seed=i))
         for i, (prompt, params) in enumerate(zip(prompts(4), cycle(BATCHES["mixed"][:3]), strict=False))
     ]
-    chunks = run(engine, {0: requests})
+    chunks = run(engine, requests)
     assert len(drafter.length_at_move) == 4
     for request in requests:
         expected = reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
@@ -186,10 +165,7 @@ def test_a_moved_session_is_sent_again_once(tiny_target: str, tiny_head: str) ->
 
 def test_statistics_add_up_to_the_tokens(tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
-    stats = GenerationStats()
-    (chunks,) = run(engine, {0: [Request("a", (5, 6), SamplingParams(20, 0.0, seed=0, ignore_eos=True))]}).values()
-    for chunk in chunks:
-        stats.add(chunk)
+    stats = stats_of(run(engine, [Request("a", (5, 6), SamplingParams(20, 0.0, seed=0, ignore_eos=True))]))
     assert stats.num_emitted == 19  # the prefill's token belongs to no round
     assert stats.num_accepted + stats.num_verify_steps >= stats.num_emitted
     assert stats.acceptance_length == stats.num_emitted / stats.num_verify_steps
@@ -223,33 +199,17 @@ def test_sampled_tokens_follow_the_target_probs(tiny_target: str, tiny_head: str
         max_queued_requests=1000,
     )
     count, prompt = 1000, (7, 8, 9)
-    for seed in range(count):
-        engine.submit(Request(f"{seed}", prompt, SamplingParams(3, 0.9, seed=seed, ignore_eos=True)))
-    emitted: dict[str, list[int]] = {}
-    num_drafted = 0
-    while engine.has_work:
-        for chunk in engine.step():
-            emitted.setdefault(chunk.request_id, []).extend(chunk.token_ids)
-            num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
-    assert num_drafted >= count
+    sampling = SamplingParams(3, 0.9, ignore_eos=True)
+    chunks = run(engine, [Request(f"{seed}", prompt, replace(sampling, seed=seed)) for seed in range(count)])
+    assert stats_of(chunks).num_drafted >= count
     with torch.inference_mode():
         model = reference.load_reference(tiny_target)
         first = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.9, -1)
         rows = torch.tensor([[*prompt, token] for token in range(48)])
         second = first @ torch.softmax(model(input_ids=rows).logits[:, -1] / 0.9, -1)
     for place, probs in enumerate((first, second)):
-        counts = torch.bincount(torch.tensor([tokens[place] for tokens in emitted.values()]), minlength=48)
+        counts = torch.bincount(torch.tensor([tokens[place] for tokens in outputs_of(chunks).values()]), minlength=48)
         assert chi_square_is_plausible(counts, probs * count)
-
-
-def chi_square_is_plausible(counts: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Against the 99.9 % quantile (Wilson-Hilferty), with rare tokens pooled."""
-    common = expected >= 5
-    counts = torch.cat([counts[common], counts[~common].sum()[None]]).double()
-    expected = torch.cat([expected[common], expected[~common].sum()[None]]).double().clamp(min=1e-9)
-    degrees = len(counts) - 1
-    quantile = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
-    return bool(((counts - expected) ** 2 / expected).sum() < quantile)
 
 
 def test_a_session_at_max_model_len_drafts_beside_others(tiny_target: str, tiny_head: str) -> None:
@@ -258,9 +218,8 @@ def test_a_session_at_max_model_len_drafts_beside_others(tiny_target: str, tiny_
         Request("long", tuple(prompts(1, seed=2)[0] * 20)[:232], replace(GREEDY, seed=0)),
         Request("short", (5, 6, 7), replace(GREEDY, seed=0, max_tokens=60)),
     ]
-    chunks = run(engine, {0: requests})
-    for request in requests:
-        assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    chunks = run(engine, requests)
+    assert_plain(tiny_target, requests, chunks)
 
 
 def test_extreme_settings_of_one_request_harm_no_other(tiny_target: str, tiny_head: str) -> None:
@@ -270,7 +229,7 @@ def test_extreme_settings_of_one_request_harm_no_other(tiny_target: str, tiny_he
         Request(name, (5, 6, 7), replace(GREEDY, seed=3, **{"temperature": 1.0, **e})) for name, e in extreme.items()
     ]
     requests.append(Request("plain", (9, 10), replace(GREEDY, seed=0)))
-    chunks = run(engine, {0: requests})
+    chunks = run(engine, requests)
     greedy = reference.generate(tiny_target, [5, 6, 7], GREEDY)
     assert tokens_of(chunks["cold"]) == tokens_of(chunks["narrow"]) == greedy
     assert tokens_of(chunks["plain"]) == reference.generate(tiny_target, [9, 10], GREEDY)
@@ -280,7 +239,7 @@ def test_logits_that_are_not_numbers_fail_their_own_request_only(tiny_target: st
     engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
     good = Request("good", (9, 10), replace(GREEDY, seed=0, max_tokens=3))
     with token_without_numbers(engine, 47):
-        chunks = run(engine, {0: [Request("bad", (47, 5), replace(GREEDY, seed=0)), good]})
+        chunks = run(engine, [Request("bad", (47, 5), replace(GREEDY, seed=0)), good])
     assert chunks["bad"][-1].finish_reason == "error"
     assert "not numbers" in chunks["bad"][-1].message
     assert chunks["good"][-1].finish_reason == "length"

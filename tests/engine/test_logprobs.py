@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from eyas.api.request import Chunk, Request, SamplingParams, TokenLogprob
-from tests.engine.test_equality import make_drafter, make_engine, prompts, run, tokens_of
+from tests.engine.test_equality import make_drafter, make_engine, prompts
 from tests.support import reference
 from tests.support.bad_drafters import KnowingDrafter
+from tests.support.runs import run, tokens_of
 
 ASKED = SamplingParams(max_tokens=14, temperature=0.8, ignore_eos=True, logprobs=3, prompt_logprobs=2)
 KINDS = (
@@ -58,7 +59,7 @@ def test_prompt_logprobs_equal_one_pass_over_everything(name: str, tiny_target: 
     outputs = {r.id: reference.generate(tiny_target, list(r.prompt_ids), r.sampling) for r in asked}
     outcomes = {r.id: [*r.prompt_ids, *outputs[r.id]] for r in asked}
     drafter = KnowingDrafter(outcomes, 48) if name == "knowing" else make_drafter(name, tiny_target, tiny_head)
-    chunks = run(make_engine(drafter, tiny_target, tiny_head), {0: asked[:3], 4: asked[3:]})
+    chunks = run(make_engine(drafter, tiny_target, tiny_head), asked[:3], {4: asked[3:]})
     for request in asked:
         part, num_prompt, sampling = chunks[request.id], len(request.prompt_ids), request.sampling
         assert tokens_of(part) == outputs[request.id]

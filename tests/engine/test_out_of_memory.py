@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eyas.api.request import Request
+from eyas.api.request import Chunk, Request
 from eyas.cache import kv_cache
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
@@ -21,8 +21,8 @@ from eyas.models.backends.cuda import KernelBackend
 from eyas.models.backends.cuda_graphs import CaptureLimits, GraphBackend
 from eyas.models.inputs import Segment
 from eyas.sampling.acceptance import StepOutput
-from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, run, shared_target, tokens_of
-from tests.support import reference
+from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, shared_target
+from tests.support.runs import assert_plain, run
 
 
 def no_memory(*args: Any, **named: Any) -> Any:
@@ -95,17 +95,16 @@ def test_a_step_without_memory_is_run_in_parts(
         Request(f"r{i}", tuple(prompt), replace(PARAMS["sampled"], seed=i, max_tokens=8))
         for i, prompt in enumerate(prompts(5, seed=6))
     ]
-    for request in requests:
-        engine.submit(request)
-    chunks, worked = dict[str, list[int]](), list[int]()
-    while engine.has_work:
+    step, worked = engine.step, list[int]()
+
+    def step_with_work() -> list[Chunk]:
         worked.clear()
-        for chunk in engine.step(lambda: worked.append(1)):
-            chunks.setdefault(chunk.request_id, []).extend(chunk.token_ids)
+        chunks = step(lambda: worked.append(1))
         assert worked == [1]
-        engine.check()
-    for request in requests:
-        assert chunks[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+        return chunks
+
+    monkeypatch.setattr(engine, "step", step_with_work)
+    assert_plain(tiny_target, requests, run(engine, requests))
     assert max(counts) == 2
 
 
@@ -118,12 +117,11 @@ def test_a_request_that_fits_in_no_pass_ends_alone(
     requests = [Request(name, own, replace(PARAMS["greedy"], seed=0, max_tokens=6)) for name, own in
                 (("bad", (*prompt, 7, 7)), ("good", (5, 6, 8)), ("other", (9, 4)))]  # fmt: skip
     limit = engine.load.free_kv_tokens
-    chunks = run(engine, {0: requests})
+    chunks = run(engine, requests)
     assert chunks["bad"][-1].finish_reason == "error"
     assert "no memory for a step" in chunks["bad"][-1].message
     assert "engine.max_num_seqs" in chunks["bad"][-1].message
-    for request in requests[1:]:
-        assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert_plain(tiny_target, requests[1:], chunks)
     assert engine.load.free_kv_tokens == limit
 
 
@@ -148,9 +146,8 @@ def test_a_drafter_without_memory_costs_drafts_only(
         Request(f"r{i}", tuple(prompt), replace(PARAMS["sampled"], seed=i, max_tokens=16))
         for i, prompt in enumerate(prompts(3, seed=2))
     ]
-    chunks = run(engine, {0: requests})
-    for request in requests:
-        assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    chunks = run(engine, requests)
+    assert_plain(tiny_target, requests, chunks)
     assert len(rounds) > 6
     assert held
     assert not any(held)

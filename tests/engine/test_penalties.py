@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from eyas.api.request import Chunk, GenerationStats, ReasoningBudget, Request, SamplingParams
+from eyas.api.request import ReasoningBudget, Request, SamplingParams
 from eyas.drafters.base import Drafter
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
@@ -19,9 +19,10 @@ from eyas.errors import InvalidRequest
 from eyas.models.heads.eagle import load_fuser
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.logit_rules import LogitRules
-from tests.engine.test_equality import TREE, make_drafter, make_engine, prompts, run, tokens_of
+from tests.engine.test_equality import TREE, make_drafter, make_engine, prompts
 from tests.support import reference
 from tests.support.bad_drafters import KnowingDrafter
+from tests.support.runs import outputs_of, run, stats_of, tokens_of
 from tests.support.strategies import trees
 from tests.support.tiny import fixed_config, shared_target
 
@@ -81,18 +82,11 @@ def test_steered_requests_beside_others_equal_the_plain_loop(name: str, tiny_tar
     outcomes = {request.id: [*request.prompt_ids, *expected[request.id]] for request in requests}
     drafter = KnowingDrafter(outcomes, 48) if name == "knowing" else make_drafter(name, tiny_target, tiny_head)
     engine = engine_with(drafter, tiny_target, tiny_head)
-    chunks = run(engine, {0: requests[:4], 3: requests[4:8], 9: requests[8:]})
-    assert {request.id: tokens_of(chunks[request.id]) for request in requests} == expected
+    chunks = run(engine, requests[:4], {3: requests[4:8], 9: requests[8:]})
+    assert outputs_of(chunks) == expected
     assert not engine._rules._rules, "what requests asked is forgotten with them"
     if name == "knowing":
-        assert acceptance_length(chunks) > 3, "deep nodes were accepted"
-
-
-def acceptance_length(chunks: dict[str, list[Chunk]]) -> float:
-    stats = GenerationStats()
-    for chunk in (chunk for part in chunks.values() for chunk in part):
-        stats.add(chunk)
-    return stats.acceptance_length
+        assert stats_of(chunks).acceptance_length > 3, "deep nodes were accepted"
 
 
 @given(
@@ -173,7 +167,7 @@ def test_a_request_continues_exactly_on_another_engine(kind: str, tiny_target: s
     sampling = replace(request.sampling, max_tokens=24 - done, min_tokens=max(request.sampling.min_tokens - done, 0))
     moved = Request("moved", (*request.prompt_ids, *whole[:done]), sampling, num_emitted=done)
     engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
-    assert tokens_of(run(engine, {0: [moved]})["moved"]) == whole[done:]
+    assert tokens_of(run(engine, [moved])["moved"]) == whole[done:]
 
 
 def test_biases_bans_and_penalties_do_what_they_say(tiny_target: str, tiny_head: str) -> None:
@@ -188,8 +182,8 @@ def test_biases_bans_and_penalties_do_what_they_say(tiny_target: str, tiny_head:
         "no repeats": replace(greedy, frequency_penalty=2.0, presence_penalty=2.0, repetition_penalty=100.0),
         "long": replace(greedy, stop_token_ids=tuple(range(40)), min_tokens=10),
     }
-    chunks = run(engine, {0: [Request(name, (5, 6, 7), kind) for name, kind in kinds.items()]})
-    out = {name: tokens_of(part) for name, part in chunks.items()}
+    chunks = run(engine, [Request(name, (5, 6, 7), kind) for name, kind in kinds.items()])
+    out = outputs_of(chunks)
     assert set(out["forced"]) == {9}
     assert plain[0] not in out["never"]
     assert pair not in set(itertools.pairwise(out["no pair"]))

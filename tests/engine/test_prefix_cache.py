@@ -10,8 +10,9 @@ import torch
 from eyas.api.request import Request, SamplingParams
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.engine.engine import Engine
-from tests.engine.test_equality import BATCHES, GREEDY, PARAMS, make_drafter, make_engine, prompts, run, tokens_of
+from tests.engine.test_equality import BATCHES, GREEDY, PARAMS, make_drafter, make_engine, prompts
 from tests.support import reference
+from tests.support.runs import assert_plain, run, tokens_of
 from tests.support.tiny import token_without_numbers
 
 SHARED = prompts(1, seed=9)[0]
@@ -57,10 +58,9 @@ def family(count: int, samplings: Sequence[SamplingParams] = (GREEDY,)) -> list[
 def test_requests_with_a_cached_prefix_equal_the_plain_loop(name: str, kinds: str, tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(make_drafter(name, tiny_target, tiny_head), tiny_target, tiny_head, max_prefill_tokens=7)
     first, second, *others = family(6, BATCHES[kinds])
-    chunks = run(engine, {0: [first]})
-    chunks |= run(engine, {0: [second, *others[:2]], 3: others[2:]})
-    for request in (first, second, *others):
-        assert tokens_of(chunks[request.id]) == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    chunks = run(engine, [first])
+    chunks |= run(engine, [second, *others[:2]], {3: others[2:]})
+    assert_plain(tiny_target, (first, second, *others), chunks)
     assert num_cached(chunks[first.id]) == 0
     assert all(num_cached(chunks[r.id]) >= len(SHARED) - 1 for r in (second, *others))
 
@@ -72,7 +72,7 @@ def test_turns_of_a_conversation_equal_the_plain_loop(name: str, tiny_target: st
     for turn in range(4):
         prompt = [*history, *prompts(1, seed=turn)[0][:12]]
         request = Request(f"{turn}", tuple(prompt), replace(PARAMS["sampled"], seed=turn, max_tokens=15), session="s")
-        chunks = run(engine, {0: [request]})[request.id]
+        chunks = run(engine, [request])[request.id]
         assert tokens_of(chunks) == reference.generate(tiny_target, prompt, request.sampling)
         assert num_cached(chunks) == max(len(history) - 1, 0)
         history = [*prompt, *tokens_of(chunks)]
@@ -84,10 +84,10 @@ def test_cached_and_computed_prefixes_send_equal_drafter_input(tiny_target: str,
     for before in ([], [family(1)[0]], [request]):
         recorder = RecordingDrafter(make_drafter("eagle3", tiny_target, tiny_head))  # type: ignore[arg-type]
         engine = make_engine(recorder, tiny_target, tiny_head, max_prefill_tokens=7)
-        run(engine, {0: [replace(r, id="before") for r in before]} if before else {})
+        run(engine, [replace(r, id="before") for r in before])
         recorder.contexts.clear()
         recorder.drafts.clear()
-        chunks = run(engine, {0: [request]})[request.id]
+        chunks = run(engine, [request])[request.id]
         assert (num_cached(chunks) > 0) == bool(before)
         recorded.append(recorder)
     cold, *warm = map(reported, recorded)
@@ -115,9 +115,9 @@ def reported(recorder: RecordingDrafter) -> tuple[list[Draft], torch.Tensor]:
 def test_rejected_rows_never_enter_the_cache(tiny_target: str, tiny_head: str) -> None:
     used = make_engine(make_drafter("random", tiny_target, tiny_head), tiny_target, tiny_head)
     request = Request("a", tuple(SHARED), replace(GREEDY, seed=0, max_tokens=30))
-    tokens = [*SHARED, *tokens_of(run(used, {0: [request]})["a"])]
+    tokens = [*SHARED, *tokens_of(run(used, [request])["a"])]
     fresh = make_engine(None, tiny_target, tiny_head)
-    run(fresh, {0: [Request("a", tuple(tokens), replace(GREEDY, seed=0, max_tokens=1))]})
+    run(fresh, [Request("a", tuple(tokens), replace(GREEDY, seed=0, max_tokens=1))])
     for pools in zip(*(contents(engine, tokens[:-1]) for engine in (used, fresh)), strict=True):
         torch.testing.assert_close(*pools, rtol=1e-4, atol=1e-5)
 
@@ -134,6 +134,6 @@ def contents(engine: Engine, tokens: list[int]) -> list[torch.Tensor]:
 def test_a_failed_request_leaves_nothing_in_the_prefix_cache(tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(None, tiny_target, tiny_head)
     with token_without_numbers(engine, 47):
-        chunks = run(engine, {0: [Request("bad", (47, 5, 6), replace(GREEDY, seed=0))]})
+        chunks = run(engine, [Request("bad", (47, 5, 6), replace(GREEDY, seed=0))])
     assert chunks["bad"][-1].finish_reason == "error"
     assert (engine.scheduler.cache.num_cached, engine.load.free_kv_tokens) == (0, 1024)

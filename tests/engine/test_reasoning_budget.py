@@ -11,8 +11,9 @@ import pytest
 
 from eyas.api.request import ReasoningBudget, Request, SamplingParams, StructuredOutputs
 from eyas.text.tokenizer import load_tokenizer
-from tests.engine.test_structured_outputs import RECORD, make_engine, run, shared_engine, target, text_of, tokens_of
+from tests.engine.test_structured_outputs import RECORD, make_engine, shared_engine, target, text_of, tokens_of
 from tests.support.bad_drafters import KnowingDrafter
+from tests.support.runs import run
 
 __all__ = ["target"]  # a fixture
 

@@ -34,6 +34,7 @@ from tests.support import reference
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.corpora import write_datastore
 from tests.support.methods import KINDS_OF_DRAFTS, Case
+from tests.support.runs import run
 from tests.support.tiny import fixed_config, shared_target, write_spelling_tokenizer, write_target
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
@@ -116,17 +117,6 @@ def requests_at(temperature: float, **changes: Any) -> list[Request]:
         Request(name, (5 + i, 9, 17, 30 + i), replace(sampling, seed=70 + i, structured_outputs=constraint))
         for i, (name, constraint) in enumerate(CONSTRAINTS.items())
     ]
-
-
-def run(engine: Engine, requests: list[Request]) -> dict[str, list[Chunk]]:
-    chunks: dict[str, list[Chunk]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for chunk in engine.step():
-            chunks[chunk.request_id].append(chunk)
-        engine.check()
-    return chunks
 
 
 def tokens_of(chunks: Mapping[str, list[Chunk]]) -> dict[str, tuple[int, ...]]:

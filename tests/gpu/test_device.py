@@ -25,6 +25,7 @@ from tests.support import reference
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.random_passes import Heads, make_pass, scaling_of
 from tests.support.devices.waits import recorded_waits, waits_noted
+from tests.support.runs import run, tokens_of
 from tests.support.sampling_drafters import BigramDrafter, bigram_logits
 from tests.support.tiny import fixed_config
 
@@ -136,11 +137,5 @@ def requests(temperature: float) -> list[Request]:
 
 
 def generate(engine: Engine, temperature: float) -> list[list[int]]:
-    emitted: dict[str, list[int]] = {}
-    for request in requests(temperature):
-        engine.submit(request)
-        emitted[request.id] = []
-    while engine.has_work:
-        for chunk in engine.step():
-            emitted[chunk.request_id] += chunk.token_ids
-    return list(emitted.values())
+    chunks = run(engine, requests(temperature))
+    return [tokens_of(chunks[request.id]) for request in requests(temperature)]

@@ -13,9 +13,9 @@ from eyas.drafters.trees.cuda_graphs import TreeGraphs
 from eyas.models.backends.cuda_graphs import CudaCapture
 from eyas.models.heads.eagle import EagleHead
 from eyas.protocol.tree import DraftTree
-from tests.support import reference
 from tests.support.devices.emulated_graphs import METHODS
 from tests.support.devices.waits import recorded_waits
+from tests.support.runs import assert_plain, run
 from tests.support.tiny import build_engine, fixed_config, write_small
 from tests.support.tiny_medusa_hydra import tiny_heads
 
@@ -66,11 +66,4 @@ def test_outputs_equal_the_plain_cpu_loop(method: str, tiny_target: str, tiny_he
     fuser = DraftHead(folder, name).build_fuser(tiny_target, "float32", "cuda")
     engine = build_engine(tiny_target, fuser, "float32", "cuda", fixed_config(max_kv_tokens=1024), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.45 * i, seed=i, ignore_eos=True)) for i in range(3)]
-    tokens: dict[str, list[int]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for chunk in engine.step():
-            tokens[chunk.request_id] += chunk.token_ids
-    for request in requests:
-        assert tokens[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert_plain(tiny_target, requests, run(engine, requests))

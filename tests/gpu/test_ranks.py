@@ -11,8 +11,8 @@ from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.models.backends.base import BackendKind
 from eyas.models.backends.cuda import plan_backend
 from eyas.models.parallel.workers import RankInfo
-from tests.support import reference
 from tests.support.bad_drafters import RandomDrafter
+from tests.support.runs import assert_plain, run
 from tests.support.tiny import fixed_config
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
@@ -41,14 +41,8 @@ def test_float32_over_ranks_equals_the_plain_cpu_loop(
         target = load_model(tiny_target, None, "float32", "cuda", config, ranks)
         assert plan_backend(target, config, TREE, 256).kind is kind
         engine = assemble_engine(target, None, config, TREE, RandomDrafter(48), ranks)
-        emitted: dict[str, list[int]] = {request.id: [] for request in REQUESTS}
-        for request in REQUESTS:
-            engine.submit(request)
-        while engine.has_work:
-            for chunk in engine.step():
-                emitted[chunk.request_id] += chunk.token_ids
+        chunks = run(engine, REQUESTS)
     finally:
         ranks.close()
     assert [process.exitcode for process in processes] == [0] * (size - 1), "parted by themselves"
-    for request in REQUESTS:
-        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert_plain(tiny_target, REQUESTS, chunks)

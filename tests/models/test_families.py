@@ -15,6 +15,7 @@ from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
 from tests.models.test_target import expected, make_kv_cache, run, segment
+from tests.support import runs
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.families import FAMILIES, config_of, write_model
 from tests.support.reference import load_reference
@@ -63,14 +64,9 @@ def test_chunks_and_trees_equal_transformers_own_forward(target: TargetModel, fo
 def test_the_engine_output_equals_generate(target: TargetModel, folder: str, drafted: bool) -> None:
     config = fixed_config(max_kv_tokens=512, max_prefill_tokens=16)
     engine = assemble_engine(target, None, config, TREE, RandomDrafter(48) if drafted else None)
-    tokens: dict[str, list[int]] = {}
-    for index, prompt in enumerate(PROMPTS):
-        engine.submit(Request(f"{index}", tuple(prompt), SamplingParams(12, 0.0, seed=0)))
-    while engine.has_work:
-        for chunk in engine.step():
-            tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
-    for index, prompt in enumerate(PROMPTS):
-        assert tokens[f"{index}"] == generated(folder, tuple(prompt))
+    requests = [Request(f"{i}", tuple(prompt), SamplingParams(12, 0.0, seed=0)) for i, prompt in enumerate(PROMPTS)]
+    outputs = runs.outputs_of(runs.run(engine, requests))
+    assert outputs == {request.id: generated(folder, request.prompt_ids) for request in requests}
 
 
 @cache

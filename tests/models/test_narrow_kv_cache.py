@@ -20,6 +20,7 @@ from eyas.models.layers.norms import HeadLayout
 from eyas.models.loading import load_target
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.random_passes import make_pass, num_slots
+from tests.support.runs import outputs_of, run
 from tests.support.tiny import shared_target, write_target
 
 NARROW = ("fp8_e4m3", "fp8_e5m2")
@@ -85,13 +86,8 @@ def test_drafts_do_not_change_the_tokens(name: str, deterministic: bool, tiny_ta
     for drafter in (None, RandomDrafter(48)):
         engine = assemble_engine(shared_target(tiny_target), None, config, TreeConfig(7, 4, 4), drafter)
         assert engine.runner.kv_cache.keys[0].dtype == KV_CACHE_DTYPES[name]
-        for sampling in params:
-            engine.submit(Request(f"{sampling.seed}", tuple(range(3, 24)), sampling))
-        emitted: dict[str, list[int]] = {}
-        while engine.has_work:
-            for chunk in engine.step():
-                emitted.setdefault(chunk.request_id, []).extend(chunk.token_ids)
-        outputs.append(emitted)
+        requests = [Request(f"{sampling.seed}", tuple(range(3, 24)), sampling) for sampling in params]
+        outputs.append(outputs_of(run(engine, requests)))
     assert outputs[0] == outputs[1]
 
 

@@ -29,6 +29,7 @@ from eyas.models.loading import load_target
 from tests.models.layers.test_fused import assert_equal_to_unfused, is_fused, use_torch
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.families import config_of, write_model
+from tests.support.runs import outputs_of, run
 from tests.support.tiny import fixed_config, write_eagle1_head, write_head, write_spelling_tokenizer, write_target
 from tests.support.tiny_block import tiny_block_head
 from tests.support.tiny_medusa_hydra import tiny_heads
@@ -68,11 +69,7 @@ def test_quantised_target_output_equals_generate(quantised: str, tmp_path: Path)
         engine = assemble_engine(
             target, fuser, fixed_config(max_kv_tokens=512), TreeConfig(num_draft_tokens=8, num_steps=4, top_k=3), drafter
         )
-        engine.submit(Request("a", (5, 9, 11), SamplingParams(32, 0.0, seed=1)))
-        tokens: list[int] = []
-        while engine.has_work:
-            tokens += [token for chunk in engine.step() for token in chunk.token_ids]
-        outputs.append(tokens)
+        outputs += outputs_of(run(engine, [Request("a", (5, 9, 11), SamplingParams(32, 0.0, seed=1))])).values()
     reference: Any = AutoModelForCausalLM.from_pretrained(quantised, dtype=torch.float32)
     whole = reference.generate(torch.tensor([[5, 9, 11]]), do_sample=False, max_new_tokens=32)[0, 3:].tolist()
     assert outputs == [whole, whole]

@@ -1,12 +1,13 @@
 """The rule `rejection` through the engine: the target's distribution with drafters that sample, else plain decoding."""
 
 import functools
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 import torch
 
-from eyas.api.request import GenerationStats, Request, SamplingParams, StructuredOutputs
+from eyas.api.request import Chunk, Request, SamplingParams, StructuredOutputs
 from eyas.config import AcceptanceRule, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter, LocalDrafter
 from eyas.engine.build import assemble_engine
@@ -18,6 +19,7 @@ from eyas.text.tokenizer import load_tokenizer
 from tests.support import reference
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.methods import Case
+from tests.support.runs import assert_plain, chi_square_is_plausible, outputs_of, run, stats_of, tokens_of
 from tests.support.sampling_drafters import BigramDrafter, Disguised, bigram_logits
 from tests.support.tiny import fixed_config, shared_target, token_without_numbers, write_spelling_tokenizer, write_target
 
@@ -73,19 +75,6 @@ def engine_of(name: str, target: str, head: str) -> Engine:
     return make_engine(make_drafter(name, target, head), target, head, features=name if name in METHODS else "eagle3")
 
 
-def run(engine: Engine, requests: list[Request], stats: GenerationStats | None = None) -> dict[str, list[int]]:
-    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for chunk in engine.step():
-            emitted[chunk.request_id] += chunk.token_ids
-            if stats is not None:
-                stats.add(chunk)
-        engine.check()
-    return emitted
-
-
 def requests(count: int, sampling: SamplingParams = PARAMS) -> list[Request]:
     return [Request(f"{i}", (*PROMPT, 3 + i % 40), replace(sampling, seed=2**64 - 1 - i)) for i in range(count)]
 
@@ -108,18 +97,8 @@ def marginals(target: str, params: SamplingParams) -> list[torch.Tensor]:
     return [first, pairs.sum(0), torch.einsum("ab,abc->c", pairs, third)]
 
 
-def plausible(counts: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Chi-square against the 99.9 % quantile (Wilson-Hilferty), with rare tokens pooled."""
-    common = expected >= 5
-    counts = torch.cat([counts[common], counts[~common].sum()[None]]).double()
-    expected = torch.cat([expected[common], expected[~common].sum()[None]]).clamp(min=1e-9)
-    degrees = len(counts) - 1
-    quantile = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3
-    return bool(((counts - expected) ** 2 / expected).sum() < quantile)
-
-
-def counted(emitted: dict[str, list[int]], place: int) -> torch.Tensor:
-    return torch.bincount(torch.tensor([tokens[place] for tokens in emitted.values()]), minlength=48)
+def counted(chunks: Mapping[str, list[Chunk]], place: int) -> torch.Tensor:
+    return torch.bincount(torch.tensor([tokens[place] for tokens in outputs_of(chunks).values()]), minlength=48)
 
 
 @pytest.mark.slow
@@ -127,12 +106,13 @@ def counted(emitted: dict[str, list[int]], place: int) -> torch.Tensor:
 def test_emitted_tokens_follow_the_target_probs(name: str, kind: str, tiny_target: str, tiny_head: str) -> None:
     """The first token comes from the prefill; the others out of drawn trees, some accepted and some not."""
     params = FILTERED if kind == "filtered" else PARAMS
-    engine, stats, count = engine_of(name, tiny_target, tiny_head), GenerationStats(), COUNT
+    engine, count = engine_of(name, tiny_target, tiny_head), COUNT
     asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed, max_tokens=4)) for seed in range(count)]
-    emitted = run(engine, asked, stats)
+    chunks = run(engine, asked)
+    stats = stats_of(chunks)
     assert count / 20 < stats.num_accepted < stats.num_drafted, "some drafts were accepted, some rejected"
     for place, probs in enumerate(marginals(tiny_target, params)):
-        assert plausible(counted(emitted, place), probs * count), f"token {place}"
+        assert chi_square_is_plausible(counted(chunks, place), probs * count), f"token {place}"
 
 
 @pytest.fixture(scope="module")
@@ -178,14 +158,15 @@ def constrained_marginals(target: str, params: SamplingParams) -> list[torch.Ten
 @pytest.mark.parametrize("name", [pytest.param("siblings", marks=pytest.mark.nightly), "eagle3"])
 def test_constrained_tokens_follow_the_masked_target_probs(name: str, spelling_target: str, tiny_head: str) -> None:
     """`siblings` drafts tokens that the grammar rejects, a head none below the root."""
-    engine, stats, count = engine_of(name, spelling_target, tiny_head), GenerationStats(), 200
+    engine, count = engine_of(name, spelling_target, tiny_head), 200
     params = replace(PARAMS, max_tokens=5, structured_outputs=StructuredOutputs(regex="[a-z0-9]{3}"))
     asked = [Request(f"{seed}", PROMPT, replace(params, seed=seed)) for seed in range(count)]
-    emitted = run(engine, asked, stats)
+    chunks = run(engine, asked)
+    stats = stats_of(chunks)
     assert count / 50 < stats.num_accepted < stats.num_drafted, "some drafts were accepted, some rejected"
     for place, probs in enumerate(constrained_marginals(spelling_target, PARAMS)):
-        found = [tokens[place] if place < len(tokens) else 48 for tokens in emitted.values()]
-        assert plausible(torch.bincount(torch.tensor(found), minlength=49), probs * count), f"token {place}"
+        found = [tokens[place] if place < len(tokens) else 48 for tokens in outputs_of(chunks).values()]
+        assert chi_square_is_plausible(torch.bincount(torch.tensor(found), minlength=49), probs * count), f"token {place}"
 
 
 @pytest.mark.slow
@@ -197,7 +178,7 @@ def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_
     engine, count = make_engine(Greedy(bigram_logits(tiny_target), (1, 1)), tiny_target, tiny_head), 1000
     asked = [Request(f"{seed}", PROMPT, replace(PARAMS, seed=seed, max_tokens=3)) for seed in range(count)]
     probs = marginals(tiny_target, PARAMS)[1]
-    assert not plausible(counted(run(engine, asked), 1), probs * count)
+    assert not chi_square_is_plausible(counted(run(engine, asked), 1), probs * count)
 
 
 @pytest.mark.slow
@@ -206,10 +187,10 @@ def test_a_batch_gives_greedy_tokens_and_those_of_each_alone(name: str, tiny_tar
     greedy = requests(3, replace(PARAMS, temperature=0.0))
     hot = [replace(request, id=f"hot {request.id}") for request in requests(2, replace(PARAMS, max_tokens=10))]
     among = run(engine_of(name, tiny_target, tiny_head), greedy + hot)
-    for request in greedy:
-        assert among[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert_plain(tiny_target, greedy, among)
     for request in hot:  # in an engine of its own, which has no keys of the batch
-        assert run(engine_of(name, tiny_target, tiny_head), [request])[request.id] == among[request.id]
+        alone = run(engine_of(name, tiny_target, tiny_head), [request])
+        assert tokens_of(alone[request.id]) == tokens_of(among[request.id])
 
 
 @pytest.mark.parametrize(
@@ -228,22 +209,16 @@ def test_a_tree_without_valid_probs_counts_as_no_tree(
 ) -> None:
     """And without trees, the rule gives the very tokens of plain decoding."""
     chain = make_drafter("chain", tiny_target, tiny_head)
-    stats = GenerationStats()
-    emitted = run(make_engine(Disguised(chain, sampled=sampled), tiny_target, tiny_head), requests(3), stats)
-    assert stats.num_drafted == 0
-    for request in requests(3):
-        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    chunks = run(make_engine(Disguised(chain, sampled=sampled), tiny_target, tiny_head), requests(3))
+    assert stats_of(chunks).num_drafted == 0
+    assert_plain(tiny_target, requests(3), chunks)
 
 
 def test_under_match_a_drawn_tree_counts_as_none(tiny_target: str, tiny_head: str) -> None:
-    engine, stats = (
-        make_engine(make_drafter("chain", tiny_target, tiny_head), tiny_target, tiny_head, "match"),
-        GenerationStats(),
-    )
-    emitted = run(engine, requests(3), stats)
-    assert stats.num_drafted == 0
-    for request in requests(3):
-        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    engine = make_engine(make_drafter("chain", tiny_target, tiny_head), tiny_target, tiny_head, "match")
+    chunks = run(engine, requests(3))
+    assert stats_of(chunks).num_drafted == 0
+    assert_plain(tiny_target, requests(3), chunks)
 
 
 def test_a_drafter_that_cannot_sample_is_refused_at_the_start(tiny_target: str, tiny_head: str) -> None:

@@ -11,47 +11,40 @@ from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import AcceptanceRule, DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError
-from tests.support import reference
+from tests.support.runs import assert_plain, run, stats_of
 from tests.support.tiny import build_engine, fixed_config, write_target
 
 HOT = SamplingParams(17, 0.9, seed=5, ignore_eos=True)
 SAMPLINGS = {"greedy": replace(HOT, temperature=0.0), "hot": HOT, "filtered": replace(HOT, top_k=20, top_p=0.9)}
 
 
-def stats_of(target: str, tree: TreeConfig, sampling: SamplingParams, rule: AcceptanceRule) -> GenerationStats:
+def speculated(target: str, tree: TreeConfig, sampling: SamplingParams, rule: AcceptanceRule) -> GenerationStats:
     """Statistics of four requests whose drafter is the target itself."""
     drafter = DraftHead(target, "sps").build_drafter(target, "float32", "cpu", tree, DraftingConfig(2048))
     engine = build_engine(target, None, "float32", "cpu", fixed_config(max_kv_tokens=512, acceptance=rule), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), replace(sampling, seed=5 + i)) for i in range(3)]
-    for request in requests:
-        engine.submit(request)
-    stats, outputs = GenerationStats(), dict.fromkeys("012", ())
-    while engine.has_work:
-        for chunk in engine.step():
-            stats.add(chunk)
-            outputs[chunk.request_id] += chunk.token_ids
-        engine.check()
-    for request in requests if rule == "match" else ():
-        assert list(outputs[request.id]) == reference.generate(target, list(request.prompt_ids), request.sampling)
-    return stats
+    chunks = run(engine, requests)
+    if rule == "match":
+        assert_plain(target, requests, chunks)
+    return stats_of(chunks)
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_as_its_own_draft_model_the_target_accepts_every_level(kind: str, tiny_target: str) -> None:
     """16 tokens after the prefill's, depth + 1 in each step; above temperature 0 because of the shared noise."""
-    assert stats_of(tiny_target, TreeConfig(16, 3, 1), SAMPLINGS[kind], "match").acceptance_length == 4
+    assert speculated(tiny_target, TreeConfig(16, 3, 1), SAMPLINGS[kind], "match").acceptance_length == 4
 
 
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_a_wide_tree_of_the_target_always_hits_its_first_level(kind: str, tiny_target: str) -> None:
-    stats = stats_of(tiny_target, TreeConfig(16, 3, 3), SAMPLINGS[kind], "match")
+    stats = speculated(tiny_target, TreeConfig(16, 3, 3), SAMPLINGS[kind], "match")
     assert stats.accepted_by_depth[0] == stats.offered_by_depth[0] > 0
     assert stats.acceptance_length > 3
 
 
 @pytest.mark.parametrize("kind", ["hot", "filtered"])
 def test_chains_sampled_from_the_target_are_never_rejected(kind: str, tiny_target: str) -> None:
-    stats = stats_of(tiny_target, TreeConfig(16, 3, 2), SAMPLINGS[kind], "rejection")
+    stats = speculated(tiny_target, TreeConfig(16, 3, 2), SAMPLINGS[kind], "rejection")
     assert stats.acceptance_length == 4
 
 

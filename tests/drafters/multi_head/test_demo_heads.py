@@ -4,9 +4,10 @@ import json
 
 import pytest
 
-from eyas.api.request import GenerationStats, Request, SamplingParams
+from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
+from tests.support.runs import run, stats_of
 from tests.support.tiny import DEMO, build_engine, fixed_config
 
 TREE = TreeConfig(num_draft_tokens=16, num_steps=4, top_k=8)
@@ -19,13 +20,7 @@ def test_trained_heads_foresee_the_targets_tokens(name: str, least: float) -> No
     drafter = DraftHead(head, name).build_drafter(target, "float32", "cpu", TREE, DraftingConfig())
     fuser = DraftHead(head, name).build_fuser(target, "float32", "cpu")
     engine = build_engine(target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=2048), TREE, drafter)
-    for line in (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8]:
-        prompt = json.loads(line)
-        engine.submit(
-            Request(f"{prompt['id']}", tuple(prompt["token_ids"]), SamplingParams(24, 0.0, seed=0, ignore_eos=True))
-        )
-    stats = GenerationStats()
-    while engine.has_work:
-        for chunk in engine.step():
-            stats.add(chunk)
-    assert stats.acceptance_length > least
+    prompts = map(json.loads, (DEMO / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:8])
+    sampling = SamplingParams(24, 0.0, seed=0, ignore_eos=True)
+    chunks = run(engine, [Request(f"{prompt['id']}", tuple(prompt["token_ids"]), sampling) for prompt in prompts])
+    assert stats_of(chunks).acceptance_length > least

@@ -23,8 +23,8 @@ from eyas.models.heads.eagle import load_head
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.drafters.trees.test_eagle_trees import commit, session
-from tests.support import reference
 from tests.support.devices.emulated_graphs import DEVICE, METHODS, capturing, make
+from tests.support.runs import assert_plain, run
 from tests.support.tiny import build_engine, fixed_config
 
 Out = TypeVar("Out")
@@ -215,14 +215,7 @@ def test_outputs_are_the_plain_ones(tiny_target: str, tiny_head: str) -> None:
     fuser = DraftHead(tiny_head, "eagle3").build_fuser(tiny_target, "float32", DEVICE)
     engine = build_engine(tiny_target, fuser, "float32", DEVICE, fixed_config(max_kv_tokens=1024), SHAPE, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(8, 0.9 * i, seed=i, ignore_eos=True)) for i in range(2)]
-    outputs: dict[str, list[int]] = {request.id: [] for request in requests}
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        for chunk in engine.step():
-            outputs[chunk.request_id] += chunk.token_ids
-    for request in requests:
-        assert outputs[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert_plain(tiny_target, requests, run(engine, requests))
     assert buckets_of(drafter)
 
 

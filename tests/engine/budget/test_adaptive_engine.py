@@ -27,6 +27,7 @@ from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.tree import DraftTree
 from tests.support import reference
 from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
+from tests.support.runs import outputs_of, run
 from tests.support.tiny import DEMO, shared_target
 
 TREE = TreeConfig(num_draft_tokens=10, num_steps=3, top_k=4)
@@ -138,23 +139,12 @@ def expected(tiny_target: str) -> dict[str, list[int]]:
     return {r.id: reference.generate(tiny_target, list(r.prompt_ids), r.sampling) for r in REQUESTS}
 
 
-def run(engine: Engine) -> dict[str, list[int]]:
-    outputs: dict[str, list[int]] = {request.id: [] for request in REQUESTS}
-    for request in REQUESTS:
-        engine.submit(request)
-    while engine.has_work:
-        for chunk in engine.step():
-            outputs[chunk.request_id] += chunk.token_ids
-        engine.check()
-    return outputs
-
-
 def rows_once_settled(engine: Engine, backend: CostedBackend, expected: dict[str, list[int]]) -> float:
     """Rows per row of plain decoding, after some runs to adapt; all outputs are as expected."""
     for _ in range(2):
-        assert run(engine) == expected
+        assert outputs_of(run(engine, REQUESTS)) == expected
     before = backend.num_rows
-    assert run(engine) == expected
+    assert outputs_of(run(engine, REQUESTS)) == expected
     return (backend.num_rows - before) / sum(len(r.prompt_ids) + r.sampling.max_tokens for r in REQUESTS)
 
 
@@ -178,7 +168,8 @@ def test_useless_drafts_are_no_longer_requested(tiny_target: str, expected: dict
 
 def test_the_budget_sees_requests_without_trees(tiny_target: str, expected: dict[str, list[int]]) -> None:
     target, budget = shared_target(tiny_target), RecordingBudget()
-    assert run(priced_engine(target, FirstRequestDrafter(48), CostedBackend(target, 1.0), budget)) == expected
+    engine = priced_engine(target, FirstRequestDrafter(48), CostedBackend(target, 1.0), budget)
+    assert outputs_of(run(engine, REQUESTS)) == expected
     assert (("0",), 3) in budget.calls
     assert {decoding for decoding, _ in budget.calls} == {("0",), ()}
 
@@ -207,7 +198,7 @@ def test_the_setting_makes_the_budget_adapt(tiny_target: str, expected: dict[str
     config = EngineConfig(max_kv_tokens=1024, draft_budget="adaptive")
     engine = assemble_engine(shared_target(tiny_target), None, config, TREE, RandomDrafter(48))
     assert isinstance(engine.budget, AdaptiveDraftBudget)
-    assert run(engine) == expected
+    assert outputs_of(run(engine, REQUESTS)) == expected
     with pytest.raises(ConfigError, match="budget is 'on'; it must be one of auto, fixed, adaptive"):
         replace(config, draft_budget="on")  # type: ignore[arg-type]
 

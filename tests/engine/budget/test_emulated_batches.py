@@ -13,6 +13,7 @@ from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.loading import load_target
+from tests.support.runs import outputs_of, run
 
 TREE = TreeConfig(24, 5, 8)
 H200 = "llama-3.1-8b@h200"
@@ -35,19 +36,17 @@ def emulated_engine(target: str, head: str, batch: int, policy: DraftBudgetPolic
     return assemble_engine(model, fuser, config, TREE, drafter, clock=clock), clock
 
 
-def emulated_seconds(target: str, head: str, batch: int, policy: DraftBudgetPolicy | None) -> tuple[float, list[list[int]]]:
+def emulated_seconds(
+    target: str, head: str, batch: int, policy: DraftBudgetPolicy | None
+) -> tuple[float, dict[str, list[int]]]:
     """Virtual seconds to decode a batch, and its outputs; plainly without a policy."""
     engine, clock = emulated_engine(target, head, batch, policy)
-    outputs: list[list[int]] = [[] for _ in range(batch)]
-    sampling = SamplingParams(TOKENS, 0.8, ignore_eos=True)
-    for index in range(batch):
-        seeded = SamplingParams(**{**vars(sampling), "seed": index})
-        engine.submit(Request(f"{index}", (3 + index % 40, 5, 7, 9), seeded))
-    began = clock()
-    while engine.has_work:
-        for chunk in engine.step():
-            outputs[int(chunk.request_id)] += chunk.token_ids
-    return clock() - began, outputs
+    requests = [
+        Request(f"{index}", (3 + index % 40, 5, 7, 9), SamplingParams(TOKENS, 0.8, seed=index, ignore_eos=True))
+        for index in range(batch)
+    ]
+    began, chunks = clock(), run(engine, requests)
+    return clock() - began, outputs_of(chunks)
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ from eyas.models.inputs import Segment
 from eyas.models.layers.numerics import Float32Head
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
-from tests.support import reference
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.interpreter import run_again
 from tests.support.devices.random_passes import make_pass
+from tests.support.runs import assert_plain, run
 from tests.support.tiny import write_target
 
 TILING = Tiling(heads_per_kv=2, num_kv=2, num_processors=2)
@@ -202,14 +202,7 @@ def test_padded_passes_do_not_change_the_output(
     engine = Engine(scheduler, DraftManager(RandomDrafter(48), passes, "match"), passes, 256)
     sampling = [SamplingParams(max_tokens=5, temperature=t, seed=n, ignore_eos=True) for t, n in ((0.0, 11), (0.9, 1))]
     requests = [Request(f"{i}", tuple(range(3, 3 + params.seed)), params) for i, params in enumerate(sampling)]
-    for request in requests:
-        engine.submit(request)
-    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
-    while engine.has_work:
-        for chunk in engine.step():
-            emitted[chunk.request_id] += chunk.token_ids
-    for request in requests:
-        assert emitted[request.id] == reference.generate(folder, list(request.prompt_ids), request.sampling)
+    assert_plain(folder, requests, run(engine, requests))
 
 
 def test_no_garbage_is_collected_during_a_capture() -> None:

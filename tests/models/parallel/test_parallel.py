@@ -38,9 +38,9 @@ from eyas.models.loading import load_target, read_model_config
 from eyas.models.parallel.shards import Shard, load_shard, shard_model, weightless_model
 from eyas.models.parallel.workers import RankInfo, TargetWorkers
 from eyas.models.target import TargetModel
-from tests.support import reference
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.runs import assert_plain, run
 from tests.support.tiny import fixed_config, write_head
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
@@ -109,17 +109,6 @@ def requests() -> list[Request]:
     return [Request(f"r{i}", prompt, replace(kinds[i], seed=i)) for i, prompt in enumerate(prompts)]
 
 
-def run(engine: Engine) -> dict[str, list[int]]:
-    tokens: dict[str, list[int]] = {}
-    for request in requests():
-        engine.submit(request)
-    while engine.has_work:
-        for chunk in engine.step():
-            tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
-        engine.check()
-    return tokens
-
-
 def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
     config = fixed_config(max_kv_tokens=1024, max_prefill_tokens=16, max_num_seqs=4, tensor_parallel_size=parts.ranks.size)
     drafters: dict[str, Callable[[], Drafter | None]] = {
@@ -134,12 +123,11 @@ def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
     ("size", "drafters"), [(2, ("eagle3", "random", "none")), pytest.param(4, ("eagle3",), marks=pytest.mark.nightly)]
 )
 def test_sharded_targets_equal_the_plain_loop(size: int, drafters: tuple[str, ...], target: str, head: str) -> None:
-    expected = {r.id: reference.generate(target, list(r.prompt_ids), r.sampling) for r in requests()}
     with shared(size, target, head) as parts:
         assert parts.model.kv_shapes == [(max(1, 2 // size), 4)] * 4
         assert (parts.model.shared_vocabulary is not None) == (size == 2)
         for drafter in drafters:
-            assert run(engine_of(parts, target, head, drafter)) == expected, drafter
+            assert_plain(target, requests(), run(engine_of(parts, target, head, drafter), requests()))
         check_features(parts, target)
 
 

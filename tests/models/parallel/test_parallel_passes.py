@@ -41,9 +41,9 @@ from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKV
 from eyas.models.parallel.shards import Exchanges, Shard, weightless
 from eyas.models.parallel.workers import RankInfo, TargetWorkers, start_workers
 from eyas.models.target import TargetModel, TargetOutput
-from tests.support import reference
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.random_passes import Heads, make_kv_cache, passes, scaling_of
+from tests.support.runs import assert_plain, run
 from tests.support.tiny import fixed_config, write_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -104,17 +104,11 @@ def test_ranks_agree_on_buckets_and_equal_the_plain_loop(tmp_path: Path, monkeyp
         requests = [
             Request(f"{n}", tuple(range(3, 3 + n)), SamplingParams(4, 0.9, seed=n, ignore_eos=True)) for n in (1, 20)
         ]
-        for request in requests:
-            engine.submit(request)
-        emitted: dict[str, list[int]] = {request.id: [] for request in requests}
-        while engine.has_work:
-            for chunk in engine.step():
-                emitted[chunk.request_id] += chunk.token_ids
+        chunks = run(engine, requests)
     finally:
         ranks.close()
     assert process.exitcode == 0, "parted by itself"
-    for request in requests:
-        assert emitted[request.id] == reference.generate(folder, list(request.prompt_ids), request.sampling)
+    assert_plain(folder, requests, chunks)
     check_notes(*(file.read_text().splitlines() for file in notes.iterdir()))
 
 
@@ -207,27 +201,15 @@ def test_without_memory_on_a_rank_only_what_fails_alone_ends(
             )
             for n in range(5)
         ]
-        last: dict[str, str | None] = {}
-        tokens: dict[str, list[int]] = {}
-        for batch in (
-            [*requests, Request("long", tuple(range(3, 40)), replace(sampled, seed=9))],
-            [replace(requests[0], id="after")],
-        ):
-            for request in batch:
-                engine.submit(request)
-            while engine.has_work:
-                for chunk in engine.step():
-                    tokens.setdefault(chunk.request_id, []).extend(chunk.token_ids)
-                    last[chunk.request_id] = chunk.finish_reason
-                engine.check()
+        chunks = run(engine, [*requests, Request("long", tuple(range(3, 40)), replace(sampled, seed=9))])
+        requests.append(replace(requests[0], id="after"))
+        chunks |= run(engine, requests[-1:])
     finally:
         ranks.close()
     assert process.exitcode == 0, "parted by itself"
-    assert last.pop("long") == "error"
-    assert set(last.values()) == {"length"}
-    for request in requests:
-        assert tokens[request.id] == reference.generate(folder, list(request.prompt_ids), request.sampling)
-    assert tokens["after"] == tokens["0"]
+    assert chunks.pop("long")[-1].finish_reason == "error"
+    assert {own[-1].finish_reason for own in chunks.values()} == {"length"}
+    assert_plain(folder, requests, chunks)
 
 
 def run_worker_of(folder: str, info: RankInfo) -> None:

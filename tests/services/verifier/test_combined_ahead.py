@@ -15,7 +15,7 @@ from eyas.engine.budget.adaptive import AdaptiveDraftBudget
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from tests.services.verifier.test_prepared_trees import PatientVerifier, WatchedDrafter
-from tests.support import reference
+from tests.support.runs import assert_plain, run
 from tests.support.services.toy_drafting import eventually, serving
 from tests.support.tiny import build_engine, fixed_config
 from tests.support.tiny_block import tiny_block_head
@@ -63,20 +63,13 @@ def test_combined_trees_sent_ahead_change_no_token(
     samplings = [SamplingParams(14, t, seed=50, ignore_eos=True) for t in (0.0, 0.4, 1.0)]
     prompts = [tuple([9, 8, 7, 9 + i] * 6) for i in range(len(samplings))]
     requests = [Request(f"{i}", own, sampling) for i, (own, sampling) in enumerate(zip(prompts, samplings, strict=True))]
-    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
     config = DraftClientConfig(draft_timeout_s=30.0)
     with serving(drafter, info) as address, closing(PatientVerifier(address, needs, config)) as remote:
         remote.drafter = drafter
         eventually(lambda: remote.connected)
         engine_config = fixed_config(max_kv_tokens=1024, draft_budget=budget)
         engine = build_engine(tiny_target, fuser, "float32", "cpu", engine_config, TREE, remote)
-        for request in requests:
-            engine.submit(request)
-        while engine.has_work:
-            for chunk in engine.step():
-                emitted[chunk.request_id] += chunk.token_ids
-        engine.check()
+        chunks = run(engine, requests)
         assert remote.num_lost == 0
     assert taken or method == "lookahead"
-    for request in requests:
-        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert_plain(tiny_target, requests, chunks)

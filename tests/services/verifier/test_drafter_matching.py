@@ -40,7 +40,7 @@ from eyas.services.local.cluster import free_port
 from eyas.services.router.dispatch.routing import RoutingRequest, WorkerSnapshot, pick
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-from tests.support import reference
+from tests.support.runs import assert_plain, run, stats_of
 from tests.support.services.pods import discovering, settings
 from tests.support.services.scripted_verifier import until
 from tests.support.services.toy_drafting import INFO, ToyDrafter, eventually, serving, serving_all
@@ -104,14 +104,10 @@ def generate(address: str, target: str, drafter: str, head: str) -> GenerationSt
     with closing(RemoteDrafter(address, needs, PATIENT, target=target_info(target, drafter, head))) as remote:
         eventually(lambda: remote.connected)
         engine = build_engine(target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=256), TREE, remote)
-        engine.submit(Request("r", (5, 6, 7), SAMPLING))
-        stats, emitted = GenerationStats(), []
-        while engine.has_work:
-            for chunk in engine.step():
-                stats.add(chunk)
-                emitted += chunk.token_ids
-    assert emitted == reference.generate(target, [5, 6, 7], SAMPLING)
-    return stats
+        request = Request("r", (5, 6, 7), SAMPLING)
+        chunks = run(engine, [request])
+    assert_plain(target, [request], chunks)
+    return stats_of(chunks)
 
 
 def test_every_verifier_gets_trees_of_the_drafter_that_fits_it(zoo: Zoo, address: str) -> None:

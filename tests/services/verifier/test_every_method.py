@@ -11,8 +11,8 @@ from eyas.drafters.base import DrafterNeeds
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
 from tests.engine.test_equality import TREE, case_of
-from tests.support import reference
 from tests.support.methods import KINDS_OF_DRAFTS
+from tests.support.runs import assert_plain, run, stats_of
 from tests.support.services.toy_drafting import eventually, serving
 from tests.support.tiny import build_engine, fixed_config
 
@@ -32,21 +32,12 @@ def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: s
     )
     collected = DrafterNeeds(features=fuser is not None, samples=True)
     requests = [Request(f"{i}", PROMPT[i:], replace(each, seed=50 + i)) for i, each in enumerate(SAMPLINGS)]
-    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
-    num_drafted = 0
     with serving(drafter, info) as address, closing(RemoteDrafter(address, collected, LINK)) as remote:
         eventually(lambda: remote.connected)
         engine = build_engine(
             tiny_target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=512, max_prefill_tokens=16), TREE, remote
         )
-        for request in requests:
-            engine.submit(request)
-        while engine.has_work:
-            for chunk in engine.step():
-                emitted[chunk.request_id] += chunk.token_ids
-                num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
-        engine.check()
+        chunks = run(engine, requests)
         assert remote.num_lost == 0
-    assert num_drafted > 0
-    for request in requests:
-        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert stats_of(chunks).num_drafted > 0
+    assert_plain(tiny_target, requests, chunks)

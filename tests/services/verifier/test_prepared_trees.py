@@ -17,7 +17,7 @@ from eyas.protocol.tree import DraftTree, PreparedTree
 from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
 from eyas.services.verifier import draft_client
 from eyas.services.verifier.draft_client import MAX_UNPREPARED, RemoteDrafter
-from tests.support import reference
+from tests.support.runs import assert_plain, run, stats_of
 from tests.support.services.toy_drafting import VOCAB, ToyDrafter, context, eventually, serving
 from tests.support.tiny import build_engine, fixed_config
 
@@ -224,22 +224,15 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
     samplings = [SamplingParams(18, t, seed=50, ignore_eos=True) for t in (0.0, 0.8, 1.0)]
     requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
-    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
     config = DraftClientConfig(draft_timeout_s=30.0)
     with serving(drafter, info) as address, closing(PatientVerifier(address, needs, config)) as remote:
         remote.drafter = drafter
         eventually(lambda: remote.connected)
         engine = build_engine(tiny_target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=512), TREE, remote)
-        for request in requests:
-            engine.submit(request)
-        while engine.has_work:
-            for chunk in engine.step():
-                emitted[chunk.request_id] += chunk.token_ids
-        engine.check()
+        chunks = run(engine, requests)
         assert remote.num_lost == 0
     assert len(set(taken)) > 1
-    for request in requests:
-        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+    assert_plain(tiny_target, requests, chunks)
 
 
 def test_the_defaults_of_a_gpu_change_no_token(tiny_target: str, tiny_head: str) -> None:
@@ -252,8 +245,6 @@ def test_the_defaults_of_a_gpu_change_no_token(tiny_target: str, tiny_head: str)
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
     samplings = [SamplingParams(24, t, seed=60, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0)]
     requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
-    emitted: dict[str, list[int]] = {request.id: [] for request in requests}
-    num_drafted = 0
     with (
         serving(drafter, info) as address,
         closing(RemoteDrafter(address, needs, DraftClientConfig(draft_timeout_s=30.0))) as remote,
@@ -261,16 +252,6 @@ def test_the_defaults_of_a_gpu_change_no_token(tiny_target: str, tiny_head: str)
         eventually(lambda: remote.connected)
         config = EngineConfig(max_kv_tokens=512, draft_budget="adaptive")
         engine = build_engine(tiny_target, fuser, "float32", "cpu", config, TREE, remote)
-        for number, request in enumerate(requests):
-            engine.submit(request)
-            for _ in range(6 if not number else 1):
-                for chunk in engine.step():
-                    emitted[chunk.request_id] += chunk.token_ids
-                    num_drafted += chunk.verify_step.drafted if chunk.verify_step else 0
-        while engine.has_work:
-            for chunk in engine.step():
-                emitted[chunk.request_id] += chunk.token_ids
-        engine.check()
-    assert num_drafted
-    for request in requests:
-        assert emitted[request.id] == reference.generate(tiny_target, list(request.prompt_ids), request.sampling)
+        chunks = run(engine, requests[:1], {6 + i: [request] for i, request in enumerate(requests[1:])})
+    assert stats_of(chunks).num_drafted
+    assert_plain(tiny_target, requests, chunks)

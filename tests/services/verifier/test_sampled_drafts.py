@@ -20,6 +20,7 @@ from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.draft.streams import admit
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.services.verifier.draft_pool import DraftPool
+from tests.support.runs import outputs_of, run, stats_of
 from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, serving
 from tests.support.tiny import fixed_config
 
@@ -43,9 +44,9 @@ def test_a_commit_beyond_the_drafters_abilities_is_rejected() -> None:
     assert admit(sent, "1/a", replace(INFO, can_sample=True)).proposal == "sampled"
 
 
-def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[int, ...]], int]:
+def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, list[int]], int]:
     """What three requests say, and how many of their tokens had been drafted."""
-    fuser, emitted, num_accepted = load_fuser(head, target), dict.fromkeys("abc", ()), 0
+    fuser = load_fuser(head, target)
     engine = assemble_engine(
         load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers),
         fuser,
@@ -53,14 +54,12 @@ def generate(drafter: Drafter, target: str, head: str) -> tuple[dict[str, tuple[
         TREE,
         drafter,
     )
-    for i, name in enumerate(emitted):
-        sampling = SamplingParams(24, 0.9 if i else 0.0, top_p=0.95, seed=i, ignore_eos=True)
-        engine.submit(Request(name, (5 + i, 6, 7), sampling))
-    while engine.has_work:
-        for chunk in engine.step():
-            emitted[chunk.request_id] += chunk.token_ids
-            num_accepted += sum(chunk.is_draft_token)
-    return emitted, num_accepted
+    requests = [
+        Request(name, (5 + i, 6, 7), SamplingParams(24, 0.9 if i else 0.0, top_p=0.95, seed=i, ignore_eos=True))
+        for i, name in enumerate("abc")
+    ]
+    chunks = run(engine, requests)
+    return outputs_of(chunks), stats_of(chunks).num_accepted
 
 
 def test_a_request_gets_equal_output_remote_and_in_process(tiny_target: str, tiny_head: str) -> None:
