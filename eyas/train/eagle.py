@@ -210,21 +210,6 @@ def attend_ancestors(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, 
     return out
 
 
-def attend_ancestors_densely(query: Tensor, first: tuple[Tensor, Tensor], behind: Seen, ancestry: Ancestry) -> Tensor:
-    """Run `attend_ancestors` as it is defined, with all scores in memory, [N, J, G, L - 1, L - 1 + s]."""
-    documents, length = ancestry.documents, query.shape[1]
-    scores = torch.einsum("bljgd,bmjd->bjglm", query, first[0]).float()
-    at = torch.arange(length, device=query.device)
-    hidden = (at[None] > at[:, None] - len(behind)) | (documents[:, :, None] != documents[:, None])
-    scores = scores.masked_fill(hidden[:, None, None], -1e9)
-    own = [torch.einsum("bljgd,bljd->bjgl", query, k).float()[..., None] for k, _ in behind]
-    weights = torch.softmax(torch.cat([scores, *own], -1), -1).to(query.dtype)
-    out = torch.einsum("bjglm,bmjd->bljgd", weights[..., :length], first[1])
-    for j, (_, v) in enumerate(behind):
-        out = out + torch.einsum("bjgl,bljd->bljgd", weights[..., length + j], v)
-    return out
-
-
 def _shift(x: Tensor, rows: int) -> Tensor:
     return F.pad(x[:, : x.shape[1] - rows], (0, 0, 0, 0, rows, 0)) if rows else x
 

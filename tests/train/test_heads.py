@@ -29,7 +29,7 @@ from eyas.train import losses
 from eyas.train.block import BlockTrainer
 from eyas.train.config import LossConfig, LossType, OptimizerConfig, Scheduler
 from eyas.train.data import Batch, prepare
-from eyas.train.eagle import Ancestry, attend_ancestors, attend_ancestors_densely
+from eyas.train.eagle import Ancestry, attend_ancestors
 from eyas.train.export import export_head
 from eyas.train.features import load_target_weights
 from eyas.train.losses import CHANCE, CROSS_ENTROPY, LOSS, OVERLAP, depth_weights, in_chunks, next_token_losses, row_losses
@@ -147,6 +147,23 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Pa
     assert found == pytest.approx(float(expected), rel=1e-4)
 
 
+def attended_densely(
+    query: Tensor, first: tuple[Tensor, Tensor], behind: list[tuple[Tensor, Tensor]], ancestry: Ancestry
+) -> Tensor:
+    """Run `attend_ancestors` as it is defined, with all scores in memory, [N, J, G, L - 1, L - 1 + s]."""
+    documents, length = ancestry.documents, query.shape[1]
+    scores = torch.einsum("bljgd,bmjd->bjglm", query, first[0]).float()
+    at = torch.arange(length, device=query.device)
+    hidden = (at[None] > at[:, None] - len(behind)) | (documents[:, :, None] != documents[:, None])
+    scores = scores.masked_fill(hidden[:, None, None], -1e9)
+    own = [torch.einsum("bljgd,bljd->bjgl", query, k).float()[..., None] for k, _ in behind]
+    weights = torch.softmax(torch.cat([scores, *own], -1), -1).to(query.dtype)
+    out = torch.einsum("bjglm,bmjd->bljgd", weights[..., :length], first[1])
+    for j, (_, v) in enumerate(behind):
+        out = out + torch.einsum("bjgl,bljd->bljgd", weights[..., length + j], v)
+    return out
+
+
 @pytest.mark.parametrize("lengths", [(21,), (9, 1, 6)])
 def test_ancestors_are_attended_to_without_a_score_matrix(lengths: tuple[int, ...]) -> None:
     """With torch's kernel that keeps no scores, of a document alone and of several before padding; gradients too."""
@@ -157,7 +174,7 @@ def test_ancestors_are_attended_to_without_a_score_matrix(lengths: tuple[int, ..
     assert (ancestry.mask is None) == (len(lengths) == 1)
     for step in range(4):
         found = []
-        for attend in (attend_ancestors, attend_ancestors_densely):
+        for attend in (attend_ancestors, attended_densely):
             generator = torch.Generator().manual_seed(step)
             query = torch.randn(1, 21, 2, 3, 8, generator=generator).requires_grad_()
             rows = torch.randn(2 + 2 * step, 1, 21, 2, 8, generator=generator).requires_grad_()
