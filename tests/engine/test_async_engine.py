@@ -38,6 +38,8 @@ from eyas.services.discovery.base import cancel_task
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.__main__ import watch_steps
 from eyas.services.verifier.servicer import announced_load
+from tests.support.runs import tokens_of
+from tests.support.services.scripted_verifier import until
 from tests.support.tiny import fixed_config
 
 PROMPT = (0, 282, 659, 276)
@@ -71,35 +73,23 @@ async def collect(loop: AsyncEngine, request: Request) -> list[Chunk]:
     return [chunk async for chunk in loop.generate(request)]
 
 
-def tokens_of(chunks: list[Chunk]) -> list[int]:
-    return [token for chunk in chunks for token in chunk.token_ids]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.005)
-
-
-def run(body: Callable[[AsyncEngine], Awaitable[None]], engine: Engine, **options: Any) -> None:
-    """Run `body` beside an engine, which must be whole and empty at the end."""
-
-    async def entered() -> None:
-        async with AsyncEngine(engine, **options) as loop:
-            free = loop.load.free_kv_tokens
-            await asyncio.wait_for(body(loop), 60)
-            await until(lambda: loop.load.free_kv_tokens == free)
-
-    asyncio.run(entered())
+@asynccontextmanager
+async def running(engine: Engine, **options: Any) -> AsyncIterator[AsyncEngine]:
+    """The loop of an engine, which must be whole and empty at the end."""
+    async with AsyncEngine(engine, **options) as loop, asyncio.timeout(60):
+        free = loop.load.free_kv_tokens
+        yield loop
+        await until(lambda: loop.load.free_kv_tokens == free)
     engine.check()
     assert not engine.has_work
 
 
-def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
+async def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
     """A slow reader gets what was kept, then Overloaded; a request that continues from there gives the rest."""
     engine = engine_of(target)
     request = replace(request_of("slow"), sampling=SamplingParams(48, temperature=0.8, seed=7, ignore_eos=True, logprobs=5))
 
-    async def body(loop: AsyncEngine) -> None:
+    async with running(engine, max_unread_bytes=2**15) as loop:
         whole = tokens_of(await collect(loop, replace(request, id="whole")))
         kept: list[Chunk] = []
 
@@ -119,31 +109,25 @@ def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
         rest = replace(rest, sampling=replace(request.sampling, max_tokens=48 - len(tokens)))
         assert tokens + tokens_of(await collect(loop, rest)) == whole
 
-    run(body, engine, max_unread_bytes=2**15)
 
-
-def test_batched_requests_get_the_output_they_get_alone(target: TargetModel) -> None:
-    async def body(loop: AsyncEngine) -> None:
+async def test_batched_requests_get_the_output_they_get_alone(target: TargetModel) -> None:
+    async with running(engine_of(target)) as loop:
         alone = tokens_of(await collect(loop, request_of("alone")))
         together = await asyncio.gather(*(collect(loop, request_of(f"{n}", 12 + n)) for n in range(3)))
         assert [len(tokens_of(chunks)) for chunks in together] == [12, 13, 14]
         assert all(tokens_of(chunks)[:12] == alone for chunks in together)
         assert [chunks[-1].finish_reason for chunks in together] == ["length"] * 3
 
-    run(body, engine_of(target))
 
-
-def test_leaving_a_generation_frees_its_slots(target: TargetModel) -> None:
-    async def body(loop: AsyncEngine) -> None:
+async def test_leaving_a_generation_frees_its_slots(target: TargetModel) -> None:
+    async with running(engine_of(target)) as loop:
         async with aclosing(loop.generate(request_of("left", 900))) as chunks:
             await anext(chunks)
             await until(lambda: loop.load.num_running == 1)
         await until(lambda: loop.load.num_running == 0)
 
-    run(body, engine_of(target))
 
-
-def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> None:
+async def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> None:
     engine = engine_of(target)
     step, reached, cancelled = engine.step, threading.Event(), threading.Event()
     steps: list[list[Chunk]] = []
@@ -157,37 +141,31 @@ def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> Non
 
     engine.step = watched  # type: ignore[method-assign]
 
-    async def body(loop: AsyncEngine) -> None:
+    async with running(engine) as loop:
         async with aclosing(loop.generate(request_of("left", 900))) as chunks:
             await anext(chunks)
             await until(reached.is_set)
         cancelled.set()
         await until(lambda: loop.load.num_running == 0)
-
-    run(body, engine)
     reasons = [chunk.finish_reason for chunks in steps for chunk in chunks]
     assert reasons == [None, None, None, None, "cancelled"], "the step that had begun, and no other"
 
 
-def test_a_rejected_request_has_a_reason_and_harms_no_other(target: TargetModel) -> None:
-    async def body(loop: AsyncEngine) -> None:
+async def test_a_rejected_request_has_a_reason_and_harms_no_other(target: TargetModel) -> None:
+    async with running(engine_of(target)) as loop:
         with pytest.raises(InvalidRequest, match="prompt is empty"):
             await collect(loop, Request("empty", (), SamplingParams(seed=1)))
         assert len(tokens_of(await collect(loop, request_of("good")))) == 12
 
-    run(body, engine_of(target))
 
-
-def test_a_step_that_fails_fails_its_requests_and_no_later_one(
+async def test_a_step_that_fails_fails_its_requests_and_no_later_one(
     target: TargetModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(loop: AsyncEngine) -> None:
-        chunks = await collect(loop, request_of("unlucky"))
-        assert (chunks[-1].finish_reason, "see the verifier's log" in chunks[-1].message) == ("error", True)
-        assert len(tokens_of(await collect(loop, request_of("lucky")))) == 12
-
     with caplog.at_level(logging.ERROR):
-        run(body, engine_of(target, failures=1))
+        async with running(engine_of(target, failures=1)) as loop:
+            chunks = await collect(loop, request_of("unlucky"))
+            assert (chunks[-1].finish_reason, "see the verifier's log" in chunks[-1].message) == ("error", True)
+            assert len(tokens_of(await collect(loop, request_of("lucky")))) == 12
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -204,7 +182,7 @@ async def test_an_engine_that_cannot_recover_ends_its_owner(target: TargetModel,
 
 
 @pytest.mark.parametrize("has_service", [False, True])
-def test_chunks_are_sent_while_something_else_works(
+async def test_chunks_are_sent_while_something_else_works(
     has_service: bool, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the launch of a pass and its results, or between the request for drafts and their arrival."""
@@ -230,10 +208,8 @@ def test_chunks_are_sent_while_something_else_works(
     engine.runner.backend.forward = noted_forward  # type: ignore[method-assign]
     monkeypatch.setattr(verify, "download", noted_download)
 
-    async def body(loop: AsyncEngine) -> None:
+    async with running(engine, on_step=sent) as loop:
         assert len(tokens_of(await collect(loop, request_of("one", 4)))) == 4
-
-    run(body, engine, on_step=sent)
     step = ["pass", "results", "asked", "sent", "answered"]
     beside_service = [*step * 2, "pass", "results", "pass", "sent", "results", "sent"]  # the last token is not drafted for
     beside_pass = ["pass", "results", *["pass", "sent", "results"] * 3, "sent"]
@@ -241,7 +217,7 @@ def test_chunks_are_sent_while_something_else_works(
 
 
 @pytest.mark.parametrize("failing_at", [2, 3])
-def test_no_request_waits_for_chunks_that_telemetry_failed_on(
+async def test_no_request_waits_for_chunks_that_telemetry_failed_on(
     failing_at: int, target: TargetModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It fails while the next pass runs: one request has ended in the step before, or neither has."""
@@ -257,13 +233,11 @@ def test_no_request_waits_for_chunks_that_telemetry_failed_on(
             raise ZeroDivisionError("telemetry that fails")
         return chunks
 
-    async def body(loop: AsyncEngine) -> None:
+    async with running(engine, on_step=failing) as loop:
         requests = request_of("short", 3), request_of("long", 12)
         chunks = [chunk async for chunk in loop.generate(*requests)]
         reasons = {chunk.request_id: chunk.finish_reason for chunk in chunks if chunk.finish_reason}
         assert reasons == {"short": "length" if failing_at == 3 else "error", "long": "error"}
-
-    run(body, engine, on_step=failing)
     assert "ZeroDivisionError" in caplog.text
 
 
@@ -338,10 +312,10 @@ async def watched(
             await server.stop(0)
 
 
-def test_a_stuck_step_is_not_serving_until_it_ends(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_stuck_step_is_not_serving_until_it_ends(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
     engine, may_go_on = stuck_engine(target)
 
-    async def body(loop: AsyncEngine) -> None:
+    async with running(engine) as loop:
         async with watched(loop, stuck_step_timeout_s=0.05) as (is_serving, registration):
             assert await is_serving("")
             request = asyncio.create_task(collect(loop, request_of("r")))
@@ -361,13 +335,11 @@ def test_a_stuck_step_is_not_serving_until_it_ends(target: TargetModel, caplog: 
             assert not await is_serving(""), "a stopping service stays NOT_SERVING"
         assert len(tokens_of(await collect(loop, request_of("later")))) == 12
 
-    run(body, engine)
 
-
-def test_a_step_that_never_ends_ends_its_owner(target: TargetModel) -> None:
+async def test_a_step_that_never_ends_ends_its_owner(target: TargetModel) -> None:
     engine, may_go_on = stuck_engine(target)
 
-    async def body() -> None:
+    async def own() -> None:
         async with AsyncEngine(engine) as loop, watched(loop, stuck_step_timeout_s=0.05, stuck_step_exit_timeout_s=0.1):
             with pytest.raises(Unavailable, match="a step has not ended"):
                 await collect(loop, request_of("r"))
@@ -375,7 +347,7 @@ def test_a_step_that_never_ends_ends_its_owner(target: TargetModel) -> None:
 
     try:
         with pytest.raises(Unavailable, match="a step has not ended"):
-            asyncio.run(body())
+            await own()
     finally:
         may_go_on.set()
         join_engines()

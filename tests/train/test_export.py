@@ -17,7 +17,7 @@ from eyas.models.heads.eagle_config import find_eagle_kind
 from eyas.models.heads.medusa import load_medusa
 from eyas.train.export import export_head
 from eyas.train.methods import build_trainer
-from tests.train.small_runs import prepared, settings, tiny_target
+from tests.train.small_runs import settings
 
 LAYER = {
     "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.o_proj.weight",
@@ -77,13 +77,6 @@ EXPECTED: dict[tuple[str, str], tuple[str, set[str], dict[str, Any]]] = {
         {"mask_token_id": 2, "markov_rank": 8, "markov_head_type": "vanilla", "confidence_head_with_markov": True},
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("export")
-    prepared(folder, tiny_target(folder))
-    return folder
 
 
 def written(folder: Path, out: Path, method: str, **changes: Any) -> str:

@@ -13,14 +13,7 @@ from eyas.cli.train import conclude
 from eyas.train.data import covering_size, read_prepared
 from eyas.train.evaluate import Evaluation
 from eyas.train.methods import build_trainer
-from tests.train.small_runs import prepared, settings, tiny_target
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("first")
-    prepared(folder, tiny_target(folder))
-    return folder
+from tests.train.small_runs import settings
 
 
 def test_the_mask_token_is_one_that_never_occurs(folder: Path, tmp_path: Path) -> None:

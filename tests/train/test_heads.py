@@ -38,14 +38,7 @@ from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
 from eyas.train.trainer import learning_rates
 from tests.drafters.trees.test_eagle_trees import GREEDY, commit
 from tests.support.naive_eagle import NaiveEagle
-from tests.train.small_runs import MASK, prepared, settings, tiny_target
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("heads")
-    prepared(folder, tiny_target(folder), count=12)
-    return folder
+from tests.train.small_runs import MASK, settings, tiny_target
 
 
 @pytest.mark.nightly

@@ -19,7 +19,7 @@ from eyas.train.evaluate import Evaluation
 from eyas.train.features import NoStates
 from eyas.train.methods import TRAINEES, build_trainer
 from eyas.train.trainer import Trainer
-from tests.train.small_runs import prepared, settings, tiny_target
+from tests.train.small_runs import settings
 
 TRACKIO = """
 logged = []
@@ -27,13 +27,6 @@ finish = lambda: None
 def init(project, **_): return __import__(__name__)
 def log(values, step=None, **_): logged.append((step, values))
 """
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("methods")
-    prepared(folder, tiny_target(folder))
-    return folder
 
 
 def loss(trainer: Trainer) -> float:

@@ -12,16 +12,9 @@ from eyas.train.features import OnlineTarget, load_target_weights
 from eyas.train.methods import TRAINEES, build_trainer
 from tests.support.families import FAMILIES, config_of, write_model
 from tests.support.reference import load_reference
-from tests.train.small_runs import prepared, read_by, settings, tiny_target
+from tests.train.small_runs import read_by, settings
 
 DOCUMENTS, LENGTH = 3, 16
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packing")
-    prepared(folder, tiny_target(folder))
-    return folder
 
 
 def batches() -> tuple[Batch, Batch]:

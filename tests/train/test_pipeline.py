@@ -31,16 +31,9 @@ from eyas.train.regenerate import Regenerated, RegenerateSettings, regenerate
 from eyas.train.trainer import Progressed
 from tests.support.tiny import DEMO, fixed_config
 from tests.support.tiny_block import tiny_block_head
-from tests.train.small_runs import prepared, settings, small_disk, tiny_target
+from tests.train.small_runs import settings, small_disk
 
 SETTINGS = RegenerateSettings("tiny", max_tokens=6, prompt_tokens=5, batch=3, prompts_per_document=2)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pipeline")
-    prepared(folder, tiny_target(folder), count=12)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -17,16 +17,9 @@ from eyas.train.features import OnlineTarget
 from eyas.train.methods import build_evaluator, build_online_target, build_trainer
 from tests.support.tiny_block import tiny_block_head
 from tests.support.tiny_medusa_hydra import tiny_heads
-from tests.train.small_runs import prepared, settings, tiny_target
+from tests.train.small_runs import settings
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("settings")
-    prepared(folder, tiny_target(folder), count=12)
-    return folder
 
 
 @pytest.mark.parametrize(

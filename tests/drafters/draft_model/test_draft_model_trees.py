@@ -15,6 +15,7 @@ from eyas.models.target import TargetModel
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.drafters.draft_model import naive_draft_model
+from tests.drafters.trees.test_eagle_trees import assert_same
 from tests.support.devices.emulated_graphs import checked_capture
 from tests.support.families import FAMILIES, config_of, write_model
 from tests.support.naive_eagle import best_tree
@@ -51,13 +52,6 @@ def tree_of(drafter: ModelDrafter, context: Commit) -> DraftTree:
     assert isinstance(draft, DraftTree)
     drafter.sessions.check()
     return draft
-
-
-def assert_same(tree: DraftTree, nodes: list, root: int) -> None:
-    assert tree.tokens == (root, *(node.token for node in nodes))
-    assert list(tree.depths[1:]) == [node.depth for node in nodes]
-    expected = torch.tensor([node.score for node in nodes])
-    torch.testing.assert_close(torch.tensor(tree.log_probs[1:]), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("noise", NOISES, ids=["greedy", "noise", "filters"])

@@ -85,17 +85,28 @@ async def http_router(  # noqa: PLR0913  # settings of a router, all by keyword
         playground=playground,
     )
     app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(), telemetry, config, Admission(limits))
-    http_server = HttpServer(app, config, TlsConfig(), limits)
+    http = HttpServer(app, config, TlsConfig(), limits)
     address = await server.start([])
-    await http_server.start()
+    await http.start()
     await readiness.register(address)
     try:
-        yield f"http://{http_server.address}"
+        yield f"http://{http.address}"
     finally:
         await readiness.deregister()
-        await asyncio.gather(http_server.stop(0), server.stop(0))
+        await asyncio.gather(http.stop(0), server.stop(0))
         await workers.close()
         await registry.close()
+
+
+@asynccontextmanager
+async def http_server(app: Any, tls: TlsConfig | None = None, limits: LimitsConfig | None = None) -> AsyncIterator[str]:
+    """Serve an ASGI application over HTTP; yields the address."""
+    server = HttpServer(app, HttpConfig(), tls or TlsConfig(), limits or LimitsConfig())
+    await server.start()
+    try:
+        yield server.address
+    finally:
+        await server.stop(0.2)
 
 
 @asynccontextmanager
@@ -121,4 +132,4 @@ async def get(base: str, path: str) -> httpx.Response:
         return await client.get(path)
 
 
-__all__ = ["TOKENS", "Script", "get", "http_router", "post", "served", "until", "worker"]
+__all__ = ["TOKENS", "Script", "get", "http_router", "http_server", "post", "served", "until", "worker"]

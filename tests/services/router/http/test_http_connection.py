@@ -17,6 +17,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from eyas.config import HttpConfig, LimitsConfig, TlsConfig
 from eyas.services.router.http.connection import HttpConnection
 from eyas.services.router.http.server import HttpServer
+from tests.support.services.http_router import http_server
 
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -48,21 +49,8 @@ class App:
 
 
 @asynccontextmanager
-async def server(app: App, **limits: Any) -> AsyncIterator[tuple[str, int]]:
-    http_server = HttpServer(app, HttpConfig(), TlsConfig(), LimitsConfig(**limits))
-    await http_server.start()
-    try:
-        host, _, port = http_server.address.rpartition(":")
-        yield host, int(port)
-    finally:
-        await http_server.stop(0.2)
-
-
-@asynccontextmanager
-async def connection(
-    address: tuple[str, int], sent: bytes
-) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection(*address)
+async def connection(address: str, sent: bytes) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
     try:
         writer.write(sent)
         async with asyncio.timeout(20):
@@ -74,7 +62,7 @@ async def connection(
 
 
 async def answer_to(sent: bytes, app: App | None = None, **limits: Any) -> bytes:
-    async with server(app or App(), **limits) as address, connection(address, sent) as (reader, _):
+    async with http_server(app or App(), limits=LimitsConfig(**limits)) as address, connection(address, sent) as (reader, _):
         return await reader.read()
 
 
@@ -112,7 +100,7 @@ def test_uvicorn_has_the_private_methods_that_are_overridden() -> None:
 
 async def test_nothing_is_parsed_after_a_refusal() -> None:
     """Only closed connections stand between a client without a key and the event loop."""
-    async with server(App(refuses=True)) as address, connection(address, CHUNKED) as (reader, writer):
+    async with http_server(App(refuses=True)) as address, connection(address, CHUNKED) as (reader, writer):
         assert (await reader.readuntil(b"no key")).startswith(b"HTTP/1.1 401 ")
         with Calls() as calls:
             writer.write(b"1\r\n \r\n" * 100_000)
@@ -122,20 +110,23 @@ async def test_nothing_is_parsed_after_a_refusal() -> None:
 
 
 async def test_a_refused_client_that_still_sends_gets_its_answer() -> None:
-    def post(address: tuple[str, int]) -> tuple[int, bytes, str | None]:
-        with closing(http.client.HTTPConnection(*address, timeout=20)) as client:
+    def post(address: str) -> tuple[int, bytes, str | None]:
+        with closing(http.client.HTTPConnection(address, timeout=20)) as client:
             client.request("POST", "/v1/completions", b" " * 3_000_000)
             answer = client.getresponse()
             return answer.status, answer.read(), answer.getheader("connection")
 
-    async with server(App(refuses=True)) as address:
+    async with http_server(App(refuses=True)) as address:
         found = await asyncio.to_thread(post, address)
     assert found == (401, b"no key", "close")
 
 
 async def test_a_refused_client_that_never_stops_is_cut() -> None:
     app = App(refuses=True)
-    async with server(app, max_request_bytes=2**17) as address, connection(address, CHUNKED) as (_, writer):
+    async with (
+        http_server(app, limits=LimitsConfig(max_request_bytes=2**17)) as address,
+        connection(address, CHUNKED) as (_, writer),
+    ):
         with suppress(ConnectionError):
             while True:
                 writer.write(b" " * 2**16)
@@ -163,7 +154,7 @@ async def test_bodies_in_usual_chunks_are_read(size: int, number: int) -> None:
 async def test_a_request_sent_ahead_is_left_to_the_next_connection() -> None:
     app = App()
     app.gate.clear()
-    async with server(app) as address, connection(address, GET * 1000) as (reader, _):
+    async with http_server(app) as address, connection(address, GET * 1000) as (reader, _):
         while not app.num_requests:
             await asyncio.sleep(0)
         app.gate.set()
@@ -173,7 +164,7 @@ async def test_a_request_sent_ahead_is_left_to_the_next_connection() -> None:
 
 async def test_only_a_client_whose_body_is_wanted_continues() -> None:
     expecting = POST + b"Expect: 100-continue\r\nContent-Length: 2\r\n\r\n"
-    async with server(App()) as address, connection(address, expecting) as (reader, writer):
+    async with http_server(App()) as address, connection(address, expecting) as (reader, writer):
         assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 100 ")
         writer.write(b"ab")
         found = await reader.readuntil(b"\r\n\r\nab")
@@ -243,12 +234,11 @@ async def test_half_a_request_gets_status_408(sent: bytes) -> None:
 async def test_a_server_that_stops_answers_every_request(sent: bytes) -> None:
     app = App()
     app.gate.clear()
-    http_server = HttpServer(app, HttpConfig(), TlsConfig())
-    await http_server.start()
-    host, _, port = http_server.address.rpartition(":")
-    async with connection((host, int(port)), sent) as (reader, _):
+    server = HttpServer(app, HttpConfig(), TlsConfig())
+    await server.start()
+    async with connection(server.address, sent) as (reader, _):
         await asyncio.sleep(0.1)
-        answer, _ = await asyncio.gather(reader.read(), http_server.stop(0.1))
+        answer, _ = await asyncio.gather(reader.read(), server.stop(0.1))
     assert answer.startswith(b"HTTP/1.1 503 ")
     assert b"retry-after: 1" in answer.lower()
     assert error_of(answer)["code"] == "unavailable"
@@ -264,6 +254,6 @@ async def test_a_server_that_stops_answers_every_request(sent: bytes) -> None:
     ids=["an offer of HTTP/2", "absolute", "HTTP/1.0"],
 )
 async def test_forms_of_a_request_that_are_answered(sent: bytes) -> None:
-    async with server(App()) as address, connection(address, sent) as (reader, _):
+    async with http_server(App()) as address, connection(address, sent) as (reader, _):
         found = await reader.readuntil(b"\r\n\r\nab")
     assert found.startswith(b"HTTP/1.1 200 ")

@@ -13,14 +13,13 @@ import httpx
 import pytest
 from pydantic import ValidationError
 
-from eyas.config import HttpConfig, LimitsConfig, TlsConfig
+from eyas.config import LimitsConfig
 from eyas.errors import InvalidRequest
 from eyas.rpc.admission import MemoryBudget
 from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.dispatch.generation import MAX_CONCURRENT_COMPLETIONS
 from eyas.services.router.http.bodies.base import parse_body
 from eyas.services.router.http.bodies.openai import Body, ChatBody, CompletionBody
-from eyas.services.router.http.server import HttpServer
 from eyas.services.router.http.writers.json_blocks import LARGE_NUM_VALUES, json_blocks, pieces
 from eyas.services.router.http.writers.openai import ResponseWriter
 from tests.support.services.http_router import (
@@ -31,6 +30,7 @@ from tests.support.services.http_router import (
     Script,
     get,
     http_router,
+    http_server,
     post,
     until,
     worker,
@@ -61,17 +61,6 @@ async def response(base: str, sent: bytes) -> bytes:
             return b""
 
 
-@asynccontextmanager
-async def server(limits: LimitsConfig) -> AsyncIterator[str]:
-    """Run a server that responds to every body."""
-    http = HttpServer(respond, HttpConfig(), TlsConfig(), limits)
-    await http.start()
-    try:
-        yield f"http://{http.address}"
-    finally:
-        await http.stop(0)
-
-
 async def respond(scope: Any, receive: Any, send: Any) -> None:
     while (await receive()).get("more_body"):
         pass
@@ -81,13 +70,13 @@ async def respond(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.mark.parametrize("header", [b"X: " + b"a" * 40_000, b"X: a\r\n" * 8000], ids=["long", "many"])
 async def test_headers_beyond_the_limit_end_their_connection(header: bytes) -> None:
-    async with server(replace(LimitsConfig(), max_header_bytes=4096)) as base:
+    async with http_server(respond, limits=replace(LimitsConfig(), max_header_bytes=4096)) as base:
         found = await response(base, HEAD + header)
     assert found.startswith(b"HTTP/1.1 431 ")
 
 
 async def test_a_kept_connection_ends_when_idle_or_half_used() -> None:
-    async with server(LIMITS) as base:
+    async with http_server(respond, limits=LIMITS) as base:
         whole = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
         assert (await response(base, whole)).count(b"200 OK") == 1
         reader, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
@@ -108,7 +97,7 @@ async def test_without_a_key_no_body_is_awaited(url: str) -> None:
 
 async def test_connections_are_limited_in_all_and_by_peer() -> None:
     async def check(limits: LimitsConfig) -> None:
-        async with server(limits) as base:
+        async with http_server(respond, limits=limits) as base:
             async with connection(base, b"GET"), connection(base, b"GET"):
                 refused = await response(base, b"")
                 assert refused.startswith(b"HTTP/1.1 503 "), refused
@@ -313,7 +302,7 @@ async def test_a_client_that_leaves_ends_all_completions_of_its_body(url: str) -
 
 async def test_a_body_in_small_chunks_is_read_in_small_steps() -> None:
     chunk = b"200\r\n" + b"x" * 512 + b"\r\n"
-    async with server(LimitsConfig()) as base:
+    async with http_server(respond, limits=LimitsConfig()) as base:
         chunks = HEAD + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + chunk * 5000 + b"0\r\n\r\n"
         async with LongestStep() as step:
             assert b"200 OK" in await response(base, chunks)

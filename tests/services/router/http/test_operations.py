@@ -45,7 +45,7 @@ from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.services.router.test_router_cli import eyas
 from tests.support.services.authority import Authority
-from tests.support.services.http_router import ALL, REST_TEXT, Script, get, http_router, post, worker
+from tests.support.services.http_router import ALL, REST_TEXT, Script, get, http_router, http_server, post, worker
 from tests.support.services.redis_server import running_redis
 from tests.support.services.scripted_verifier import LEASE_S, MODEL, RETRY, TOKENS
 
@@ -296,16 +296,12 @@ async def test_the_http_server_supports_tls(tmp_path: Path) -> None:
             yield sent[start : start + 10_000]
 
     tls = certificate(tmp_path)
-    server = HttpServer(echo, HttpConfig(), tls)
-    await server.start()
-    try:
+    async with http_server(echo, tls) as address:
         trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
-        async with httpx.AsyncClient(verify=trust, timeout=30, base_url=f"https://{server.address}") as client:
+        async with httpx.AsyncClient(verify=trust, timeout=30, base_url=f"https://{address}") as client:
             assert (await client.get("/")).text == "here"
             assert (await client.post("/", content=sent)).content == sent
             assert (await client.post("/", content=chunks())).content == sent
-    finally:
-        await server.stop(5)
 
 
 async def test_nagles_algorithm_is_off() -> None:

@@ -13,15 +13,14 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from eyas.cli.main import app
-from eyas.config import HttpConfig, LimitsConfig, ServerConfig, TlsConfig
+from eyas.config import LimitsConfig, ServerConfig, TlsConfig
 from eyas.rpc.admission import Admission
 from eyas.rpc.server import RpcServer
 from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.grpc_server import server_credentials
-from eyas.services.router.http import server as http_server
-from eyas.services.router.http.server import HttpServer
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from tests.support.services.authority import Authority
+from tests.support.services.http_router import http_server
 from tests.support.services.scripted_verifier import TOKENS, Script, ScriptedVerifier
 
 NAME = "llm.example.com"
@@ -68,12 +67,8 @@ async def bounded_server(kind: str, tls: TlsConfig, limits: LimitsConfig) -> Asy
     async def no_app(scope: Any, receive: Any, send: Any) -> None:
         raise AssertionError("no request is sent")
 
-    http = HttpServer(no_app, HttpConfig(), tls, limits)
-    await http.start()
-    try:
-        yield http.address
-    finally:
-        await http.stop(0)
+    async with http_server(no_app, tls, limits) as address:
+        yield address
 
 
 class GuardedVerifier(ScriptedVerifier):
@@ -152,19 +147,15 @@ async def shown(address: str, ca: bytes) -> bool:
 
 
 async def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "RELOAD_INTERVAL_S", 0.02)
+    monkeypatch.setattr("eyas.services.router.http.server.RELOAD_INTERVAL_S", 0.02)
     old, new = Authority("old"), Authority("new")
     old.write(tmp_path, NAME)
     tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
-    http = HttpServer(echo, HttpConfig(), tls)
-    await http.start()
-    try:
-        assert await shown(http.address, old.pem)
-        assert not await shown(http.address, new.pem)
+    async with http_server(echo, tls) as address:
+        assert await shown(address, old.pem)
+        assert not await shown(address, new.pem)
         new.write(tmp_path, NAME)
         async with asyncio.timeout(60):
-            while not await shown(http.address, new.pem):
+            while not await shown(address, new.pem):
                 await asyncio.sleep(0.02)
-        assert not await shown(http.address, old.pem)
-    finally:
-        await http.stop(0)
+        assert not await shown(address, old.pem)
