@@ -1,13 +1,7 @@
 """The HTTP server of a router process: it needs no torch and no transformers, and it drains on SIGTERM."""
 
 import asyncio
-import os
-import re
 import signal
-import sys
-from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -20,39 +14,10 @@ from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import RETRY_KEY
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.support.services.http_router import ALL, CHAT, PROMPT_TEXT, REST_TEXT, Script, client, get, until, worker
+from tests.support.services.router_process import line_with, router_process
 from tests.support.services.scripted_verifier import CALL, TOKENS
 
-BLOCKED = (
-    "import sys, runpy; sys.modules['torch'] = sys.modules['transformers'] = None; "
-    "runpy.run_module('eyas.services.router', run_name='__main__')"
-)
-
-
-@asynccontextmanager
-async def process(url: str, *settings: str) -> AsyncIterator[Process]:
-    own = [
-        f"registry.url={url}",
-        "registry.heartbeat_interval_s=0.1",
-        "models=[{name: demo, tokenizer: models/demo/target}]",
-    ]
-    arguments = [argument for setting in (*own, *settings) for argument in ("--set", setting)]
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", BLOCKED, *arguments, stderr=PIPE, env=os.environ)
-    try:
-        yield child
-    finally:
-        if child.returncode is None:
-            child.kill()
-        await child.wait()
-
-
-async def base_url(child: Process) -> str:
-    assert child.stderr is not None
-    async with asyncio.timeout(120):
-        while (line := (await child.stderr.readline()).decode()) and "HTTP on" not in line:
-            pass
-    found = re.search(r"HTTP on (\S+)", line)
-    assert found, "ended without listening for HTTP"
-    return found[1]
+HTTP = r"HTTP on (\S+)"
 
 
 async def ready(base: str) -> httpx.Response:
@@ -66,8 +31,8 @@ async def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str)
     gate = asyncio.Event()
     script = Script(TOKENS, gate=gate)
     settings = ("server.shutdown_delay_s=3", "server.graceful_shutdown_timeout_s=20")
-    async with worker(url, script), process(url, *settings) as child:
-        base = await base_url(child)
+    async with worker(url, script), router_process(url, *settings) as child:
+        base = await line_with(child, HTTP)
         await ready(base)
         async with client(base) as api:
             answer = asyncio.create_task(api.completions.create(**ALL))
@@ -85,8 +50,8 @@ async def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str)
 
 async def test_a_router_started_with_its_verifier_awaits_it(url: str) -> None:
     """As `eyas serve` starts it."""
-    async with process(url, "ready_without_verifiers=false") as child:
-        base = await base_url(child)
+    async with router_process(url, "ready_without_verifiers=false") as child:
+        base = await line_with(child, HTTP)
         async with asyncio.timeout(60):
             while (answer := await get(base, "/ready")).json().get("reason") != "no verifier can be reached":
                 await asyncio.sleep(0.02)
@@ -105,8 +70,8 @@ async def test_a_router_started_with_its_verifier_awaits_it(url: str) -> None:
 async def test_operations_have_a_port_and_a_drain_has_an_end(url: str) -> None:
     """One process for both."""
     private, both = ("/health", "/metrics", "/openapi.json", "/docs"), ("/live", "/ready")
-    async with process(url, "http.operations_port=0", "server.graceful_shutdown_timeout_s=0.2") as child:
-        api, operations = await base_url(child), await base_url(child)
+    async with router_process(url, "http.operations_port=0", "server.graceful_shutdown_timeout_s=0.2") as child:
+        api, operations = await line_with(child, HTTP), await line_with(child, HTTP)
         await ready(api)
         assert [(await get(api, path)).status_code for path in (*private, *both)] == [404] * 4 + [200] * 2
         answers = {path: await get(operations, path) for path in (*private, *both, "/v1/models")}
@@ -140,8 +105,8 @@ async def test_what_outlasts_the_drain_ends_with_an_error(url: str) -> None:
     async def body() -> tuple[list[str], list[httpx.Response], bytes, grpc.aio.AioRpcError, str]:
         script = Script(TOKENS, stalls_after=1)
         settings = ("server.graceful_shutdown_timeout_s=0.5", "limits.body_timeout_s=60")
-        async with worker(url, script), process(url, *settings) as child, httpx.AsyncClient(timeout=30) as client:
-            base = await base_url(child)
+        async with worker(url, script), router_process(url, *settings) as child, httpx.AsyncClient(timeout=30) as client:
+            base = await line_with(child, HTTP)
             address = await line_with(child, r"serving on (\S+)")
             await until_healthy(base)
             running = [asyncio.create_task(read(client, base + path, body)) for path, body in streams.items()]
@@ -182,14 +147,6 @@ async def read(client: httpx.AsyncClient, url: str, body: Any) -> str:
     async with client.stream("POST", url, json=body) as answer:
         assert answer.status_code == 200
         return (await answer.aread()).decode()
-
-
-async def line_with(child: Process, pattern: str) -> str:
-    assert child.stderr is not None
-    async with asyncio.timeout(120):
-        while not (found := re.search(pattern, (await child.stderr.readline()).decode())):
-            pass
-    return found[1]
 
 
 async def until_healthy(operations: str) -> None:
