@@ -124,6 +124,7 @@ def test_unloadable_weights_are_named(tmp_path_factory: pytest.TempPathFactory) 
         (ConfigError, "unknown drafter 'eagle9'", {"model": TARGET, "draft_model": HEAD, "method": "eagle9"}),
         (ConfigError, "dtype is 'float8'", {"model": TARGET, "dtype": "float8"}),
         (ConfigError, "device 'nope' cannot be used", {"model": TARGET, "device": "nope"}),
+        (ConfigError, "threads is -1; it must be at least 0", {"model": TARGET, "threads": -1}),
         (CheckpointError, "hidden size 32", {"model": TARGET, "draft_model": str(write_head(tmp_path_factory.mktemp("h")))}),
     ):
         with pytest.raises(error, match=reason):
@@ -260,11 +261,6 @@ def test_torch_takes_one_thread_where_kernels_can_run(
         assert torch.get_num_threads() == expected
     finally:
         torch.set_num_threads(1)
-
-
-def test_a_number_of_threads_below_0_is_refused() -> None:
-    with pytest.raises(ConfigError, match="threads is -1; it must be at least 0"):
-        LLM(TARGET, threads=-1)
 
 
 @pytest.mark.parametrize(

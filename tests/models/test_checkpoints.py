@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,21 +24,29 @@ def edit_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
     save_file({**tensors, **added}, folder / "model.safetensors")
 
 
-def test_a_missing_tensor_is_named(tiny_target: str, tmp_path: Path) -> None:
-    edit_tensors(write_head(tmp_path), drop="midlayer.hidden_norm.weight")
-    with pytest.raises(CheckpointError, match=r"missing midlayer\.hidden_norm\.weight"):
-        load_head(str(tmp_path), tiny_target)
+def change(folder: Path, **settings: object) -> Path:
+    """None leaves a setting out."""
+    file = folder / "config.json"
+    changed = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+    return folder
 
 
-def test_an_unexpected_tensor_is_named(tiny_target: str, tmp_path: Path) -> None:
-    edit_tensors(write_head(tmp_path), extra=torch.zeros(2))
-    with pytest.raises(CheckpointError, match="unexpected extra"):
-        load_head(str(tmp_path), tiny_target)
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    r"missing midlayer\.hidden_norm\.weight": partial(edit_tensors, drop="midlayer.hidden_norm.weight"),
+    "unexpected extra": partial(edit_tensors, extra=torch.zeros(2)),
+    r"norm.weight has shape \[5\], expected \[32\]": partial(edit_tensors, **{"norm.weight": torch.ones(5)}),
+    "d2t does not map 24 draft ids": partial(edit_tensors, d2t=torch.full((24,), 1000)),
+    "vocabulary size 40, but this target has 48": partial(write_head, vocab_size=40),
+    "intermediate_size is left out; it must be whole numbers from 1": partial(change, intermediate_size=None),
+    "cannot read weights": lambda folder: (folder / "model.safetensors").write_bytes(b"not a checkpoint"),
+}
 
 
-def test_a_tensor_of_another_shape_is_named(tiny_target: str, tmp_path: Path) -> None:
-    edit_tensors(write_head(tmp_path), **{"norm.weight": torch.ones(5)})
-    with pytest.raises(CheckpointError, match=r"norm.weight has shape \[5\], expected \[32\]"):
+@pytest.mark.parametrize("reason", DAMAGES)
+def test_what_is_wrong_with_a_head_is_named(reason: str, tiny_target: str, tmp_path: Path) -> None:
+    DAMAGES[reason](write_head(tmp_path))
+    with pytest.raises(CheckpointError, match=reason):
         load_head(str(tmp_path), tiny_target)
 
 
@@ -45,34 +55,6 @@ def test_a_head_for_another_hidden_size_is_refused_by_both_sides(tmp_path: Path)
     for load in (load_head, load_fuser):
         with pytest.raises(CheckpointError, match="hidden size 32, but this target has 64"):
             load(str(head), str(target))
-
-
-def test_a_head_for_another_vocabulary_is_refused(tiny_target: str, tmp_path: Path) -> None:
-    head = write_head(tmp_path, vocab_size=40)
-    with pytest.raises(CheckpointError, match="vocabulary size 40, but this target has 48"):
-        load_head(str(head), tiny_target)
-
-
-def test_a_vocabulary_map_out_of_range_is_refused(tiny_target: str, tmp_path: Path) -> None:
-    edit_tensors(write_head(tmp_path), d2t=torch.full((24,), 1000))
-    with pytest.raises(CheckpointError, match="d2t does not map 24 draft ids"):
-        load_head(str(tmp_path), tiny_target)
-
-
-def test_a_config_that_lacks_a_size_is_named(tiny_target: str, tmp_path: Path) -> None:
-    write_head(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["intermediate_size"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="intermediate_size is left out; it must be whole numbers from 1"):
-        load_head(str(tmp_path), tiny_target)
-
-
-def test_a_damaged_file_is_named(tiny_target: str, tmp_path: Path) -> None:
-    write_head(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match="cannot read weights"):
-        load_head(str(tmp_path), tiny_target)
 
 
 def test_damaged_weights_of_a_target_are_refused(tmp_path: Path) -> None:
@@ -111,12 +93,6 @@ def test_fingerprints_differ_between_models(tiny_target: str, tiny_head: str, tm
     same, other = write_target(tmp_path / "same"), write_target(tmp_path / "other", seed=1)
     assert target_fingerprint(tiny_target) == target_fingerprint(str(same)) != target_fingerprint(str(other))
     assert head_fingerprint(tiny_head) != head_fingerprint(str(write_head(tmp_path / "head", seed=1)))
-
-
-def change(folder: Path, **settings: object) -> Path:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
-    return folder
 
 
 @pytest.mark.parametrize("ids", [48, [1, 99], -7])
