@@ -12,7 +12,7 @@ from tests.support import reference
 def run(
     engine: Engine, requests: Sequence[Request], later: Mapping[int, Sequence[Request]] | None = None
 ) -> dict[str, list[Chunk]]:
-    """The chunks of requests, some of which come `later`, at given steps; until all have ended."""
+    """The chunks of requests until all have ended. later: those that arrive at a step after the first."""
     arrivals, chunks, step = {0: requests, **(later or {})}, dict[str, list[Chunk]](), 0
     while engine.has_work or any(at >= step for at in arrivals):
         for request in arrivals.get(step, ()):

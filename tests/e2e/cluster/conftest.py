@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+from openai import OpenAI
 
 from eyas import SamplingParams
 from eyas.services.local.cluster import Cluster, free_port
@@ -43,6 +44,13 @@ def stopped_early() -> Iterator[None]:
 def demo_cluster() -> Cluster:
     """The demo's cluster."""
     return running("demo")
+
+
+@pytest.fixture(scope="module")
+def client(demo_cluster: Cluster) -> Iterator[OpenAI]:
+    """OpenAI's client of the demo's cluster."""
+    with OpenAI(base_url=f"{demo_cluster.http}/v1", api_key="none", max_retries=0) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -20,12 +19,6 @@ PROMPT = "class Queue:\n    def __init__(self"
 SAMPLING = SamplingParams(max_tokens=32, temperature=0.8, top_p=0.95, seed=7, logprobs=2, n=2)
 OPTIONS = {"model": "demo", "prompt": PROMPT, "max_tokens": 32, "temperature": 0.8, "top_p": 0.95, "seed": 7, "n": 2}
 DEMO_ADDRESS = "http://127.0.0.1:8000"
-
-
-@pytest.fixture(scope="module")
-def client(demo_cluster: Cluster) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{demo_cluster.http}/v1", api_key="none") as made:
-        yield made
 
 
 @pytest.mark.parametrize("drafter", ["", NO_DRAFTER])

@@ -1,14 +1,11 @@
 """Any model calls tools validly where a call is forced, with the tokens of plain decoding, and an agent's loop works."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import jsonschema
 import pytest
 from openai import OpenAI
-
-from eyas.services.local.cluster import Cluster
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -26,12 +23,6 @@ WEATHER: dict[str, Any] = {
 }
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
 QUESTION = {"role": "user", "content": "weather = "}
-
-
-@pytest.fixture(scope="module")
-def client(demo_cluster: Cluster) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{demo_cluster.http}/v1", api_key="none", max_retries=0) as made:
-        yield made
 
 
 def check_call(call: Any) -> dict[str, Any]:
