@@ -1,6 +1,7 @@
 """The HTTP server of a router process: it needs no torch and no transformers, and it drains on SIGTERM."""
 
 import asyncio
+import re
 import signal
 from typing import Any
 

@@ -76,7 +76,7 @@ async def test_every_response_is_counted_by_route_and_status(url: str) -> None:
         ("/v1/chat/completions", ALL, key, 400),
         ("/v1/models/made/up", ALL, key, 405),
         ("/v1/made/up", ALL, key, 404),
-        ("/made/up", ALL, {}, 404),
+        ("/made/up", ALL, key, 404),
     ]
 
     async def run() -> None:
