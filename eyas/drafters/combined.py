@@ -153,7 +153,7 @@ class CombinedDrafter(LocalDrafter):
         for side in self.sides:
             side.warm_up()
         if has_numba():
-            from eyas.kernels.cpu.lookups import compile_kernels
+            from eyas.kernels.cpu.trees import compile_kernels
 
             compile_kernels()
 
@@ -375,7 +375,7 @@ def _merged_by_kernel(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
 ) -> DraftTrees:
     """Merge by one kernel of the CPU, as `_merged`."""
-    from eyas.kernels.cpu import lookups as cpu_lookups
+    from eyas.kernels.cpu import trees as cpu_trees
 
     limits, depths = limits_of(budgets)
     found, counts = list(chain.from_iterable(trees)), np.array([len(own) for own in trees])
@@ -383,7 +383,7 @@ def _merged_by_kernel(
     nodes = DraftTrees.of([found[place] for place in order]).taken(np.argsort(order).tolist())
     most, columns = int(limits.max()), (nodes.tokens, nodes.parents, nodes.log_probs)
     cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
-    cpu_lookups.merge(counts, nodes.counts, *columns, limits, depths, min_share, cells, scores)
+    cpu_trees.merge(counts, nodes.counts, *columns, limits, depths, min_share, cells, scores)
     return trees_of_cells(roots, cells, scores)
 
 

@@ -23,7 +23,7 @@ def kernels() -> Any:
     """Return the compiled kernels, which are loaded once; None where there is no numba."""
     if not has_numba():
         return None
-    from eyas.kernels.cpu import sampling as cpu_kernels
+    from eyas.kernels.cpu import trees as cpu_kernels
 
     cpu_kernels.compile_kernels()
     return cpu_kernels

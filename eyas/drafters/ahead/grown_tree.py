@@ -252,7 +252,7 @@ def ahead_kernels() -> Any:
     """Return the kernels of the CPU for these trees, wherever the drafter runs; None where numba is not installed."""
     if not has_numba():
         return None
-    from eyas.kernels.cpu import drafting as cpu_kernels
+    from eyas.kernels.cpu import trees as cpu_kernels
 
     cpu_kernels.compile_kernels()
     return cpu_kernels

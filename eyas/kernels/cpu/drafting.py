@@ -1,9 +1,8 @@
 """The growth of draft trees on the CPU, compiled with numba (docs/decisions/0038-compiled-cpu.md).
 
-`grow_trees` grows whole trees where all levels are known at once, with or without the bias of a Markov head. Those of
-`GrownTree` choose among candidates. Each stands beside a plain path with the same result. Arrays are contiguous.
-Legend: S sessions, R rows, L levels, D draft vocabulary, r rank of the Markov head, k children, P candidates, N nodes; E
-expanded nodes and C candidates of each in a `GrownTree`.
+`grow_trees` grows whole trees where all levels are known at once, with or without the bias of a Markov head. Arrays are
+contiguous. Legend: S sessions, R rows, L levels, D draft vocabulary, r rank of the Markov head, k children, P candidates,
+N nodes.
 """
 
 from __future__ import annotations
@@ -198,100 +197,10 @@ def grow_trees(logits, markov, roots, draft_ids, noise, words, limits, depths, k
 NO_NOISE_ROWS = np.zeros((0, 0), np.float32)
 
 
-@kernel(error_model="numpy")
-def rank_nodes(tokens, parents, candidates, scores, cumulative, expanded):
-    """Find the places of a tree's nodes among the candidates of their parents, see `GrownTree`.
-
-    tokens, parents [E], candidates, scores [E, C]. To cumulative [E] go the nodes' scores, minus infinity for one that is no
-    candidate; to expanded [E * C] the number of each candidate's node, else 0.
-    """
-    width = candidates.shape[1]
-    cumulative[0] = 0.0
-    expanded[:] = 0
-    for node in range(1, len(tokens)):
-        above = parents[node]
-        cumulative[node] = -np.inf
-        for place in range(width):
-            if candidates[above, place] == tokens[node]:
-                cumulative[node] = scores[above, place] + cumulative[above]
-                expanded[above * width + place] = node
-                break
-
-
-@kernel(error_model="numpy")
-def _sift(worths, places, num):
-    """Move the first entry of a heap down to where it belongs. On top is the least worth, of equal ones the last place."""
-    worth, place, hole = worths[0], places[0], 0
-    # Sift down: move the smaller child up until the hole fits the entry.
-    while 2 * hole + 1 < num:
-        child = 2 * hole + 1
-        if child + 1 < num:
-            left, right = worths[child], worths[child + 1]
-            child += right < left or (right == left and places[child + 1] > places[child])
-        if worth < worths[child] or (worth == worths[child] and place > places[child]):
-            break
-        worths[hole], places[hole] = worths[child], places[child]
-        hole = child
-    worths[hole], places[hole] = worth, place
-
-
-@kernel(error_model="numpy")
-def best_rows(expanded, scores, cumulative, depths, is_exact, max_depth, least, repair, places, worths):
-    """Write the most useful candidates of a tree, see `GrownTree.useful`, to places and worths [R], the best first.
-
-    Returns how many there are.
-
-    Args:
-        least: new nodes must have more.
-        repair: added to the worth of nodes that are outdated.
-    """
-    width, room, num = scores.shape[1], len(places), 0
-    for node in range(len(depths)):
-        has_room = depths[node] < max_depth - 1
-        for place in range(width):
-            number, worth = expanded[node * width + place], cumulative[node] + scores[node, place]
-            # A candidate that is a node already is of use if its parent is exact and it is not: the pass repairs it.
-            if number:
-                if is_exact[number] or not is_exact[node]:
-                    continue
-                worth += repair
-            elif not has_room or not worth > least:
-                continue
-            if not worth > -np.inf or (num == room and worth <= worths[0]):
-                continue
-            # The heap has the worst of the best on top, which a better candidate replaces.
-            if num == room:  # in place of the worst
-                worths[0], places[0] = worth, node * width + place
-                _sift(worths, places, num)
-                continue
-            hole, num = num, num + 1
-            while hole and worth <= worths[(hole - 1) // 2]:  # places grow: of equal ones, this one is the worst
-                worths[hole], places[hole] = worths[(hole - 1) // 2], places[(hole - 1) // 2]
-                hole = (hole - 1) // 2
-            worths[hole], places[hole] = worth, node * width + place
-    # Heap sort: the worst goes to the end, place by place, so that the best comes first.
-    for end in range(num - 1, 0, -1):
-        worth, place = worths[end], places[end]
-        worths[end], places[end] = worths[0], places[0]
-        worths[0], places[0] = worth, place
-        _sift(worths, places, end)
-    return num
-
-
-@kernel(error_model="numpy")
-def mark_above(nodes, parents, seen):
-    """Mark of each row the node above it, [R], and all nodes above that but for the root: to seen [R, E], all False."""
-    for row in range(len(nodes)):
-        node = nodes[row]
-        while node:
-            seen[row, node] = True
-            node = parents[node]
-
-
 @cache
 def compile_kernels() -> None:
     """Compile the kernels of growth, once for each installation; other processes and later ones load the result."""
-    reals, rows, cube, ids, words = float64[::1], float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
+    rows, cube, ids, words = float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
     markov = types.NamedTuple([rows, int64, boolean, float64], MarkovBias)
     compile_all(
         {
@@ -299,8 +208,5 @@ def compile_kernels() -> None:
             grow_level: (*(rows, int64, cube, words, ids, ids, ids, words, ids), *(rows, words, words)),
             select_trees: (ids, ids, ids, rows, words, words, int64[:, :, ::1], rows),
             grow_trees: (cube, markov, ids, ids, cube, words, ids, ids, int64, int64[:, :, ::1], rows),
-            rank_nodes: (ids, ids, words, float64[:, ::1], reals, ids),
-            best_rows: (*(ids, float64[:, ::1], reals, ids, boolean[::1], int64), *(float64, float64, ids, reals)),
-            mark_above: (ids, ids, boolean[:, ::1]),
         }
     )

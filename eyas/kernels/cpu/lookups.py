@@ -1,8 +1,8 @@
-"""Lookups on the CPU, compiled with numba (docs/decisions/0038-compiled-cpu.md): n-grams of a text, trees of what followed
-them, and trees of two drafters as one.
+"""Lookups on the CPU, compiled with numba (docs/decisions/0038-compiled-cpu.md): n-grams of a text, and trees of what
+followed them.
 
-Each kernel stands beside a plain path with the same result, in `eyas.drafters.lookup` and `combined`.
-Arrays are contiguous. Legend: P tokens of a text, N lengths of n-grams, M matches, K nodes, B bans, S sessions, T trees.
+The plain path is `eyas.drafters.lookup.prompt_lookup`. Arrays are contiguous. Legend: P tokens of a text, N lengths of
+n-grams, M matches, K nodes, B bans.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from numba import float64, int64, types, uint8
 
 from eyas.device.transfer import Ints, Reals
 from eyas.kernels.cpu.compiling import compile_all, kernel
+from eyas.kernels.cpu.trees import take_best
 
 MIX = 0x2545F4914F6CDD1D  # multiplies a hash for each token
 NO_BITS, NO_IDS, NO_BANS = np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
@@ -191,7 +192,7 @@ def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, 
     # Rounded as the plain way does, which keeps scores in float32: ties must fall the same way.
     for i in range(num):
         own_scores[i] = np.float64(np.float32(own_scores[i]))
-    _take_best(own_scores, num, limit, is_taken)
+    take_best(own_scores, num, limit, is_taken)
     # Parents come before children, so a taken node finds the number of its parent in `names`.
     names[0] = node
     for i in range(num):
@@ -322,113 +323,6 @@ def _build_trie(text, places, lengths, weights, numbers, log_rates, order, level
     return num
 
 
-@kernel(error_model="numpy")
-def _take_best(scores, num, limit, is_taken):
-    """Mark the `limit` highest of the first scores that are finite, the earlier ones on a tie."""
-    is_taken[:num] = False
-    for _ in range(limit):
-        best = -1
-        for i in range(num):
-            if not is_taken[i] and np.isfinite(scores[i]) and (best < 0 or scores[i] > scores[best]):
-                best = i
-        if best < 0:
-            break
-        is_taken[best] = True
-
-
-@kernel(error_model="numpy")
-def _find_firsts(tokens, parents, values, starts, num, firsts, levels, better):
-    """Find, for each node of a session's trees, the first one with the same path, its level, and its score, at most its
-    parent's.
-    """
-    tree = 0
-    for i in range(num):
-        if tree + 1 < len(starts) and i == starts[tree + 1]:
-            tree += 1
-        if i == starts[tree]:
-            firsts[i], levels[i], better[i] = 0, 0, values[i]
-            continue
-        parent = starts[tree] + parents[i]
-        value = values[i] if values[i] > -np.inf else -np.inf  # NaN too
-        levels[i], better[i] = levels[parent] + 1, min(value, better[parent])
-        first = i
-        # Two nodes are the same if their tokens are and the first ones of their parents are.
-        for j in range(1, i):
-            if firsts[j] == j and levels[j] == levels[i] and tokens[j] == tokens[i]:
-                owner = 0
-                while owner + 1 < len(starts) and starts[owner + 1] <= j:
-                    owner += 1
-                if firsts[starts[owner] + parents[j]] == firsts[parent]:
-                    first = j
-                    break
-        firsts[i] = first
-
-
-@kernel(error_model="numpy")
-def _choose(scores, is_reserved, limit, ranked, is_taken):
-    """Mark the `limit` best nodes, all reserved ones before any other.
-
-    Args:
-        ranked, is_taken: room to work in.
-    """
-    num, left = len(scores), limit
-    is_chosen = np.zeros(num, np.bool_)
-    for turn in range(2):  # the reserved ones first
-        for i in range(num):
-            ranked[i] = scores[i] if is_reserved[i] == (turn == 0) else -np.inf
-        _take_best(ranked, num, left, is_taken)
-        for i in range(num):
-            is_chosen[i] |= is_taken[i]
-            left -= is_taken[i]
-    return is_chosen
-
-
-@kernel(error_model="numpy")
-def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cells, out):
-    """Write the best nodes of each session's trees, see `eyas.drafters.combined`; the outputs are those of `grow_trees`.
-
-    Args:
-        counts: trees of each session [S].
-        sizes: nodes of each tree [T].
-    """
-    tree = begin = 0
-    for s in range(len(limits)):
-        starts = np.zeros(counts[s] + 1, np.int64)
-        for t in range(counts[s]):
-            starts[t + 1] = starts[t] + sizes[tree + t]
-        num = starts[-1]
-        nodes, above, own = tokens[begin : begin + num], parents[begin : begin + num], values[begin : begin + num]
-        firsts, levels, scores = np.empty(num, np.int64), np.empty(num, np.int64), np.empty(num, np.float64)
-        _find_firsts(nodes, above, own, starts[:-1], num, firsts, levels, scores)
-        ranked, is_taken, is_reserved = np.empty(num, np.float64), np.empty(num, np.bool_), np.zeros(num, np.bool_)
-        better, share = np.full(num, -np.inf), math.floor(min_share * limits[s])
-        for t in range(counts[s]):
-            first, end = starts[t], starts[t + 1]
-            ranked[: end - first] = -np.inf
-            for i in range(first, end):
-                if 0 < levels[i] <= depths[s]:
-                    ranked[i - first] = scores[i]
-                    better[firsts[i]] = max(better[firsts[i]], scores[i])
-            # Each tree first takes its share of the nodes, whatever the other tree's scores are.
-            _take_best(ranked, end - first, share, is_taken)
-            for i in range(first, end):
-                is_reserved[firsts[i]] |= is_taken[i - first]
-        is_chosen = _choose(better, is_reserved, limits[s], ranked, is_taken)
-        numbers, count, t = np.zeros(num, np.int64), 0, 0
-        for i in range(num):
-            if i == starts[t + 1]:
-                t += 1
-            # A node stands for all nodes with its path: its parent's number is that of the parent's first one.
-            if is_chosen[i]:
-                cells[0, s, count], cells[1, s, count] = nodes[i], numbers[firsts[starts[t] + above[i]]]
-                out[s, count] = better[i]
-                count += 1
-                numbers[i] = count
-        cells[0, s, -1] = count
-        tree += counts[s]
-        begin += num
-
-
 @cache
 def compile_kernels() -> None:
     """Compile the kernels of lookups, once for each installation; other processes and later ones load the result."""
@@ -440,6 +334,5 @@ def compile_kernels() -> None:
             extend_ngrams: (ngrams, int64, ids),
             move_entries: (ngrams, ids),
             grow_tree: (ngrams, int64, bans, ids, ids, int64, int64, int64, *nodes, int64),
-            merge: (*(ids, ids, ids, ids, reals), *(ids, ids, float64, int64[:, :, ::1], float64[:, ::1])),
         }
     )
