@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,8 +14,8 @@ import typer
 
 from eyas import __version__
 from eyas.bench.report import checkout_commit, processor_name
-from eyas.device.host import has_numba, num_cores
-from eyas.errors import install_command
+from eyas.device.host import num_cores
+from eyas.kernels.choice import describe_compiled
 
 PACKAGES = (
     *("torch", "triton", "transformers", "tokenizers", "safetensors", "huggingface_hub", "numpy", "numba", "llguidance"),
@@ -60,7 +59,7 @@ def describe_environment() -> dict[str, Any]:
         "cpu features": _cpu_features(),
         "memory": _memory(),
         **_torch_facts(),
-        "compiled on the CPU": _compiled(),
+        "compiled on the CPU": describe_compiled(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
@@ -109,15 +108,3 @@ def _torch_facts() -> dict[str, Any]:
         "gpus": gpus,
         "driver": next(iter(_lines("/proc/driver/nvidia/version")), ""),
     }
-
-
-def _compiled() -> str:
-    """Return which of the kernels that numba compiles for this processor are there already."""
-    if not has_numba():
-        return f"nothing: numba is missing; run: {install_command('cpu')}"
-    folder = Path(__file__).parents[1] / "kernels" / "cpu"
-    tag = f"{sys.version_info.major}{sys.version_info.minor}"
-    sources = sorted(file for file in folder.glob("*.py") if "@kernel" in file.read_text(encoding="utf-8"))
-    ready = [file for file in sources if any(folder.glob(f"__pycache__/{file.stem}.*.py{tag}.nbi"))]
-    names = ", ".join(file.stem for file in ready)
-    return f"{len(ready)} of {len(sources)} modules{': ' * bool(names)}{names}"

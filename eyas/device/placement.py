@@ -9,7 +9,7 @@ import torch
 
 from eyas.config import Dtype
 from eyas.device.host import has_numba, num_cores
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, install_command
 
 # Cores up to which one thread of torch is the default: its own threads gain nothing there. More were not measured.
 MOST_CORES = 2
@@ -18,6 +18,14 @@ MOST_CORES = 2
 def runs_compiled(device: torch.device) -> bool:
     """Return whether the kernels of numba serve this device: on the CPU, with one thread, if numba is installed."""
     return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
+
+
+def why_uncompiled() -> str:
+    """Return why the kernels of numba cannot run on the CPU here, and what to do; nothing where they can."""
+    num_threads = torch.get_num_threads()
+    if num_threads > 1:
+        return f"torch has {num_threads} threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"
+    return "" if has_numba() else f"there is no numba that can be imported; run: {install_command('cpu')}"
 
 
 def use_threads(count: int, *placements: tuple[str, str]) -> None:

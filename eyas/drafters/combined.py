@@ -4,8 +4,7 @@ A side that looks tokens up also continues the other side's tree, below its best
 continues the merged tree in the same way. What it finds is sent before the commit, if it claims to yield enough.
 
 Either side may drop a session by itself. ResyncRequired then asks for the commits that this side lacks; the other side gets
-only what it does not have yet. The merge works on arrays of all nodes of all sessions, without a loop over nodes.
-Legend: K nodes, S sessions, T trees, D depth.
+only what it does not have yet.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from itertools import chain, islice
 import numpy as np
 
 from eyas.config import CombinedConfig, TreeConfig
-from eyas.device.host import has_numba
-from eyas.device.transfer import Ints, Reals
 from eyas.drafters.base import (
     BOOKKEEPING,
     Draft,
@@ -33,7 +30,8 @@ from eyas.drafters.base import (
 )
 from eyas.drafters.lookup.base import attached, best_leaves, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
-from eyas.drafters.trees.growth import first_of_groups, forest_trees, limits_of, trees_of_cells
+from eyas.drafters.trees.growth import limits_of, trees_of_cells
+from eyas.kernels.choice import tree_kernels
 from eyas.protocol.commit import ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees, PreparedTree
 
@@ -152,10 +150,7 @@ class CombinedDrafter(LocalDrafter):
     def warm_up(self) -> None:
         for side in self.sides:
             side.warm_up()
-        if has_numba():
-            from eyas.kernels.cpu.trees import compile_kernels
-
-            compile_kernels()
+        tree_kernels()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.release([context.session for context in contexts if self._sessions.starts_epoch(context)])
@@ -337,26 +332,6 @@ def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:
     return places
 
 
-@dataclass(frozen=True)
-class _Nodes:
-    """The nodes [K] of all trees, one tree after the other, session by session.
-
-    Attributes:
-        sessions: of each tree [T].
-        depths: 0 for roots.
-        firsts: the first node with the same path in the same session, often the node itself.
-        scores: those of the node's own tree, but at most its parent's, so that the best nodes of a tree are a tree.
-    """
-
-    sessions: Ints
-    trees: Ints
-    depths: Ints
-    parents: Ints
-    tokens: Ints
-    firsts: Ints
-    scores: Reals
-
-
 def merge_trees(
     roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
 ) -> DraftTrees:
@@ -367,77 +342,12 @@ def merge_trees(
     """
     if not any(trees):
         return DraftTrees.root_only(roots)
-    made = _merged_by_kernel(roots, trees, budgets, min_share) if has_numba() else _merged(roots, trees, budgets, min_share)
-    return replace(made, grown_ahead=np.array([any(tree.grown_ahead for tree in own) for own in trees]))
-
-
-def _merged_by_kernel(
-    roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
-) -> DraftTrees:
-    """Merge by one kernel of the CPU, as `_merged`."""
-    from eyas.kernels.cpu import trees as cpu_trees
-
     limits, depths = limits_of(budgets)
     found, counts = list(chain.from_iterable(trees)), np.array([len(own) for own in trees])
     order = sorted(range(len(found)), key=lambda place: id(found[place].trees))  # so that arrays are taken at once
     nodes = DraftTrees.of([found[place] for place in order]).taken(np.argsort(order).tolist())
     most, columns = int(limits.max()), (nodes.tokens, nodes.parents, nodes.log_probs)
     cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
-    cpu_trees.merge(counts, nodes.counts, *columns, limits, depths, min_share, cells, scores)
-    return trees_of_cells(roots, cells, scores)
-
-
-def _merged(
-    roots: Sequence[int], trees: Sequence[Sequence[DraftTree]], budgets: Sequence[TreeBudget], min_share: float
-) -> DraftTrees:
-    """Merge by operations on the nodes of all trees."""
-    room = np.array([max(budget.max_nodes - 1, 0) for budget in budgets])
-    deepest = np.array([budget.max_depth for budget in budgets])
-    nodes = _nodes(trees)
-    sessions = nodes.sessions[nodes.trees]
-    drafted = np.flatnonzero((nodes.depths > 0) & (nodes.depths <= deepest[sessions]))
-    firsts, scores = nodes.firsts[drafted], nodes.scores[drafted]
-    reserved = np.zeros(len(sessions), np.bool_)
-    share = np.floor(min_share * room).astype(np.int64)[nodes.sessions]
-    reserved[firsts[first_of_groups(nodes.trees[drafted], share, firsts, -scores)]] = True
-    better = np.full(len(sessions), -np.inf)
-    np.maximum.at(better, firsts, scores)
-    merged = drafted[firsts == drafted]
-    chosen = np.zeros(len(sessions), np.bool_)
-    chosen[merged[first_of_groups(sessions[merged], room, -better[merged], ~reserved[merged])]] = True
-    above = np.where(nodes.depths == 1, -1, nodes.firsts[nodes.parents])
-    return forest_trees(sessions, above, nodes.tokens, better, chosen, roots)
-
-
-def _nodes(trees: Sequence[Sequence[DraftTree]]) -> _Nodes:
-    nodes = DraftTrees.of(list(chain.from_iterable(trees)))
-    of_trees = np.repeat(np.arange(len(nodes)), nodes.counts)
-    parents, tokens = nodes.parents + nodes.firsts[of_trees], nodes.tokens
-    sessions = np.repeat(np.arange(len(trees)), [len(own) for own in trees])
-    lineage = _lineage(parents)
-    depths = (lineage[1:] != lineage[:-1]).sum(0)
-    firsts = _firsts(tokens[lineage], sessions[of_trees] * (len(lineage) + 1) + depths)
-    return _Nodes(sessions, of_trees, depths, parents, tokens, firsts, nodes.log_probs[lineage].min(0))
-
-
-def _lineage(parents: Ints) -> Ints:
-    """Return each node, its parent, the parent of that, and so on until all are roots, [D + 1, K]."""
-    rows = [np.arange(len(parents))]
-    while ((above := parents[rows[-1]]) != rows[-1]).any():
-        rows.append(above)
-    return np.stack(rows)
-
-
-def _firsts(tokens: Ints, kinds: Ints) -> Ints:
-    """Return, for each node, the first one of the same kind with the same lineage.
-
-    Args:
-        kinds: a number for each depth of each session [K].
-        tokens: of the node and of its ancestors [D + 1, K].
-    """
-    order = np.lexsort((*tokens, kinds))
-    differs = (tokens[:, order[1:]] != tokens[:, order[:-1]]).any(0) | (kinds[order[1:]] != kinds[order[:-1]])
-    groups = np.cumsum(np.append(True, differs)) - 1
-    firsts = np.empty(len(order), np.int64)
-    firsts[order] = order[np.flatnonzero(np.append(True, differs))][groups]
-    return firsts
+    tree_kernels().merge(counts, nodes.counts, *columns, limits, depths, min_share, cells, scores)
+    made = trees_of_cells(roots, cells, scores)
+    return replace(made, grown_ahead=np.array([any(tree.grown_ahead for tree in own) for own in trees]))

@@ -23,6 +23,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner, slot_width
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
+from eyas.kernels.choice import tree_kernels
 from eyas.models.backends.base import BackendPlan, ForwardBackend
 from eyas.models.backends.cpu import share_layers
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
@@ -35,7 +36,6 @@ from eyas.models.parallel.commands import InitKVCache
 from eyas.models.parallel.shards import Shard
 from eyas.models.parallel.workers import RankInfo, TargetWorkers, Worker, start_workers
 from eyas.models.target import TargetModel
-from eyas.sampling.packed_trees import kernels
 from eyas.sampling.sampler import warm_up
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
@@ -150,7 +150,7 @@ def run_worker(
     worker = Worker(rank)
     with explain_out_of_memory(f"no memory for a part of the weights of {target!r}", rank.device, FOR_WEIGHTS):
         model = load_target(target, dtype, rank.device, (), max_model_len, Shard(rank.rank, rank.size))
-    kernels()  # loaded before the first pass
+    tree_kernels()  # loaded before the first pass
     ready()
     runner = ModelRunner(model, _kv_cache(model, 1), None)
     for command in worker.commands():

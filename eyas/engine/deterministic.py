@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
-from eyas.device.host import has_numba
+from eyas.device.placement import why_uncompiled
 from eyas.device.transfer import upload
 from eyas.engine.runner import ModelRunner
-from eyas.errors import ConfigError, install_command
+from eyas.errors import ConfigError
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.heads.fusers import FeatureFuser
@@ -65,13 +65,10 @@ class BatchInvariantRunner(ModelRunner):
 
     def _why_alone(self) -> str:
         """Return why the kernels of the CPU do not keep batches, and what to do."""
-        num_threads = torch.get_num_threads()
         if self.target.dtype != torch.float32:
             return f"dtype is {str(self.target.dtype).removeprefix('torch.')}; set it to float32 or auto"
-        if num_threads > 1:
-            return f"torch has {num_threads} threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"
-        if not has_numba():
-            return f"there is no numba that can be imported; run: {install_command('cpu')}"
+        if reason := why_uncompiled():
+            return reason
         if self.kv_cache.is_narrow:
             return "keys and values have 8 bits; set engine.kv_cache_dtype to auto"
         if self._rows > self._max_rows:

@@ -22,10 +22,10 @@ from eyas.engine.runner import ModelRunner, drawn_rows, step_segments
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence
 from eyas.grammar.compiler import GrammarCompiler, OutputMatchers
+from eyas.kernels.choice import tree_kernels
 from eyas.models.target import TargetModel
 from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutputs, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
-from eyas.sampling.packed_trees import kernels
 from eyas.sampling.verify import nothing, verify
 
 FOR_STEP = (
@@ -111,7 +111,7 @@ class Engine:
         cost_clock: Callable[[], float] | None = None,
         whitespace_pattern: str = EngineConfig.json_whitespace_pattern,
     ) -> None:
-        kernels()  # loaded before the first step
+        tree_kernels()  # loaded before the first step
         self._clock, self._cost_clock = clock, cost_clock or clock
         self.budget = budget or FixedDraftBudget()
         self.scheduler = scheduler

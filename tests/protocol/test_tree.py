@@ -9,8 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eyas.errors import InvalidTree
+from eyas.kernels.choice import tree_kernels
+from eyas.kernels.plain import trees as plain
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.packed_trees import PlainKernels, TreeLimits, are_valid_trees, kernels, pack_trees
+from eyas.sampling.packed_trees import TreeLimits, are_valid_trees, pack_trees
 from tests.support.strategies import accept, trees
 
 
@@ -158,9 +160,8 @@ def test_a_tree_below_a_path_has_its_best_descendants(tree: DraftTree, data: st.
 
 @given(st.lists(trees(max_nodes=80, vocab_size=4), min_size=1, max_size=4), st.data())
 def test_compiled_kernels_of_trees_equal_plain_ones(found: list[DraftTree], data: st.DataObject) -> None:
-    compiled, plain, packed = kernels(), PlainKernels, pack_trees(found)
-    if compiled is None:
-        pytest.skip("numba is not installed")
+    pytest.importorskip("numba")
+    compiled, packed = tree_kernels(), pack_trees(found)
     batch, parents = packed.nodes, packed.above - packed.roots
     for ours, theirs in zip(compiled.layout(batch.counts, parents), plain.layout(batch.counts, parents), strict=True):
         assert np.array_equal(ours, theirs)

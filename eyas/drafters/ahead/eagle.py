@@ -11,10 +11,11 @@ import numpy as np
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig
 from eyas.device.transfer import Ints, download
-from eyas.drafters.ahead.grown_tree import GrownTree, ahead_kernels
+from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, within, without_banned
 from eyas.drafters.sessions import num_features
 from eyas.drafters.trees.rows import FoundRows, GrownRows
+from eyas.kernels.choice import tree_kernels
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree, PreparedTree
 
@@ -48,7 +49,7 @@ class AheadTrees:
         self._running: list[tuple[str, GrownTree, GrownRows]] = []
         self._found: FoundRows | None = None
         self._changed: dict[str, None] = {}
-        ahead_kernels()  # compiled now, not while sessions wait
+        tree_kernels()  # compiled now, not while sessions wait
 
     def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
         """Give the drafter commits that were foreseen and want no tree.

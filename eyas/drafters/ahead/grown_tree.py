@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.cache.prefix_cache import SlotAllocator
-from eyas.device.host import has_numba
 from eyas.device.transfer import Bools, Ints, Reals, upload
-from eyas.drafters.trees.growth import best_places
 from eyas.drafters.trees.rows import GrownRows
+from eyas.kernels.choice import tree_kernels
+from eyas.kernels.plain.trees import best_places
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 
@@ -56,24 +54,9 @@ class GrownTree:
 
     def _rank(self) -> None:
         """Find where the expanded nodes stand among the candidates, and their cumulative scores."""
-        if kernels := ahead_kernels():
-            self.cumulative, self.expanded = np.empty(len(self.tokens)), np.empty(self.scores.size, np.int64)
-            kernels.rank_nodes(self.tokens, self.parents, self.candidates, self.scores, self.cumulative, self.expanded)
-            return
-        above = self.candidates[self.parents] == self.tokens[:, None]
-        above[0] = False
-        places = above.argmax(1)
-        is_known = above[np.arange(len(places)), places]
-        own = np.where(is_known, self.scores[self.parents, places], -np.inf)
-        own[0] = 0.0
-        self.cumulative = own.copy()
-        for depth in range(1, int(self.depths.max()) + 1):
-            level = self.depths == depth
-            self.cumulative[level] += self.cumulative[self.parents[level]]
-        width = self.candidates.shape[1]
-        self.expanded = np.zeros(self.candidates.size, np.int64)  # by candidate: its number if it is expanded, else 0
-        known = np.flatnonzero(is_known)
-        self.expanded[self.parents[known] * width + places[known]] = known
+        self.cumulative, self.expanded = np.empty(len(self.tokens)), np.empty(self.scores.size, np.int64)
+        places = self.tokens, self.parents, self.candidates, self.scores
+        tree_kernels().rank_nodes(*places, self.cumulative, self.expanded)
 
     def best(self, root: int, count: int, max_depth: int) -> Ints:
         """Return the best candidates below an expanded node, as parent * C + place; parents come before their children."""
@@ -163,20 +146,10 @@ class GrownTree:
         New nodes stand above `max_depth` levels. A tree of max_nodes takes better ones in place of its worst.
         """
         least = self.cumulative.min() if len(self.tokens) >= max_nodes else -np.inf
-        repair, exact = math.log(REPAIR_SHARE), self.is_exact
-        if kernels := ahead_kernels():
-            places, worths = np.empty(count, np.int64), np.empty(count)
-            own = self.expanded, self.scores, self.cumulative, self.depths, exact
-            num = kernels.best_rows(*own, max_depth, least, repair, places, worths)
-            return places[:num], worths[:num]
-        width = self.candidates.shape[1]
-        number = self.expanded.reshape(-1, width)
-        scores = self.cumulative[:, None] + self.scores
-        is_new = (number == 0) & (self.depths < max_depth - 1)[:, None] & (scores > least)
-        is_outdated = (number > 0) & ~exact[number] & exact[:, None]
-        worth = np.where(is_new, scores, np.where(is_outdated, scores + repair, -np.inf)).ravel()
-        chosen = best_places(worth, count)
-        return chosen, worth[chosen]
+        places, worths = np.empty(count, np.int64), np.empty(count)
+        own = self.expanded, self.scores, self.cumulative, self.depths, self.is_exact
+        num = tree_kernels().best_rows(*own, max_depth, least, math.log(REPAIR_SHARE), places, worths)
+        return places[:num], worths[:num]
 
     def take_rows(self, chosen: Ints) -> GrownRows | None:
         """Return the rows of some of the candidates that are `useful`. New nodes take slots, as long as there are some."""
@@ -192,13 +165,8 @@ class GrownTree:
         features = self.states[upload(parents, self.states.device)]  # before slots are taken: it may find no memory
         slots = np.empty(len(nodes), np.int64)
         slots[is_added], slots[~is_added] = self.pool.take(num_added), self.slots[nodes[~is_added] - 1]
-        seen, above = np.zeros((len(nodes), len(self.tokens)), np.bool_), parents
-        if kernels := ahead_kernels():
-            kernels.mark_above(parents, self.parents, seen)
-        else:
-            while above.any():
-                seen[np.arange(len(nodes)), above] = True
-                above = self.parents[above]
+        seen = np.zeros((len(nodes), len(self.tokens)), np.bool_)
+        tree_kernels().mark_above(parents, self.parents, seen)
         others = np.flatnonzero(seen[:, 1:].any(0)) + 1
         visible = np.concatenate([seen[:, others], np.eye(len(nodes), dtype=np.bool_)], 1)
         return GrownRows(
@@ -245,14 +213,3 @@ class GrownTree:
             self.states = self.states[upload(nodes, self.states.device)]
         self.is_exact, self.candidates, self.scores = self.is_exact[nodes], self.candidates[nodes], self.scores[nodes]
         self._rank()
-
-
-@cache
-def ahead_kernels() -> Any:
-    """Return the kernels of the CPU for these trees, wherever the drafter runs; None where numba is not installed."""
-    if not has_numba():
-        return None
-    from eyas.kernels.cpu import trees as cpu_kernels
-
-    cpu_kernels.compile_kernels()
-    return cpu_kernels

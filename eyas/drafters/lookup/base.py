@@ -25,9 +25,10 @@ from eyas.config import DraftingConfig
 from eyas.device.transfer import Ints, Reals, upload
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, banned_at
 from eyas.drafters.sessions import MemoryLedger, MemoryT
-from eyas.drafters.trees.growth import first_of_groups, forest_trees
+from eyas.drafters.trees.growth import forest_trees
 from eyas.kernels.arguments import MIN_TEMPERATURE
 from eyas.kernels.noise import exponential_noise_at, signed
+from eyas.kernels.plain.trees import first_of_groups
 from eyas.protocol.commit import NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.sampler import filtered_probs, filtering, filters_of

@@ -13,11 +13,11 @@ from itertools import chain
 import numpy as np
 
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.device.host import has_numba
 from eyas.device.transfer import Ints
 from eyas.drafters.base import DraftContext, LocalDrafter, Path, within
 from eyas.drafters.lookup.base import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
 from eyas.drafters.sessions import MemoryLedger
+from eyas.kernels.choice import compiled_or
 from eyas.protocol.tree import DraftTree, DraftTrees
 
 # Weight of a match relative to the next better one.
@@ -132,8 +132,10 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
 
 def prompt_lookup(tree: TreeConfig, config: PromptLookupConfig) -> LocalDrafter:
     """Return the drafter, compiled if numba is installed."""
-    if not has_numba():
-        return PromptLookupDrafter(tree, config)
-    from eyas.drafters.lookup.compiled import CompiledPromptLookup
 
-    return CompiledPromptLookup(tree, config)
+    def compiled() -> LocalDrafter:
+        from eyas.drafters.lookup.compiled import CompiledPromptLookup
+
+        return CompiledPromptLookup(tree, config)
+
+    return compiled_or(compiled, lambda: PromptLookupDrafter(tree, config))

@@ -105,15 +105,6 @@ class Candidates:
     ends: tuple[int, ...]
 
 
-def best_places(scores: Reals, count: int) -> Ints:
-    """Return places of the `count` best finite scores, the best first; of equal ones the first."""
-    places = np.flatnonzero(scores > -np.inf)
-    # np.partition leaves the count-th best at -count: only scores as high as that are sorted.
-    if len(places) > count:
-        places = places[np.flatnonzero(scores[places] >= np.partition(scores[places], -count)[-count])]
-    return places[np.argsort(-scores[places], kind="stable")[:count]]
-
-
 def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool) -> Frontier:
     """Return the `top_k` best candidates of a level: scores and tokens [S, P], num_children for each node of the frontier
     before.
@@ -431,15 +422,3 @@ def forest_trees(
     nodes = np.zeros((3, len(roots), int(np.diff(ends).max(initial=0))))
     nodes[:, of_places, numbers[places] - 1] = tokens[places], numbers[above], scores[places]
     return DraftTrees.below(roots, nodes[0], nodes[1], nodes[2], np.diff(ends))
-
-
-def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:
-    """Return places of the limits[g] first nodes of each group g in the order of the keys; the last key counts most.
-
-    Ties go to the earlier place. Example: groups [0, 0, 1, 0], limits [2, 1], key [3, 1, 5, 2] give places [1, 3, 2].
-    """
-    order = np.lexsort((*keys, groups))
-    grouped = groups[order]
-    # The rank of each place within its sorted group.
-    found: Ints = order[np.arange(len(order)) - np.searchsorted(grouped, grouped) < limits[grouped]]
-    return found

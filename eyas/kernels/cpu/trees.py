@@ -1,7 +1,7 @@
 """Draft trees on the host, compiled with numba: of a step, of a `GrownTree`, and of two drafters as one.
 
-Arrays are contiguous. Legend: B trees, R nodes of all of them; E expanded nodes and C candidates of each in a `GrownTree`; S
-sessions, T trees of two drafters, K nodes.
+`eyas.kernels.plain.trees` has the same functions in NumPy. Arrays are contiguous. Legend: B trees, R nodes of all of them;
+E expanded nodes and C candidates of each in a `GrownTree`; S sessions, T trees of two drafters, K nodes.
 """
 
 from __future__ import annotations

@@ -38,8 +38,10 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import SlotMemory, TableWrites
+from eyas.device.host import has_numba
 from eyas.device.transfer import Bools, Ints, upload
 from eyas.kernels.arguments import LONG_PART
+from eyas.kernels.choice import tree_kernels
 from eyas.models.inputs import (
     AttentionMetadata,
     MetadataShape,
@@ -53,7 +55,6 @@ from eyas.models.inputs import (
     tables_of,
     tree_paths,
 )
-from eyas.sampling.packed_trees import kernels
 
 Words = npt.NDArray[np.int32]
 
@@ -288,10 +289,10 @@ def build_words(
 ) -> Words:
     """Return the words of a pass.  kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
     is_usual = kept_prefixes is not None and not (shape.fixed_part or runs)
-    if is_usual and isinstance(segments, TreeSegments) and (compiled := kernels()):
+    if is_usual and isinstance(segments, TreeSegments) and has_numba():
         rows, seen, lengths = segments.rows, segments.trees.words.view("<i4"), _sizes(segments.prefixes)
         sizes = shape.rows, _aligned(shape.rows), shape.tile_rows, shape.tiles, TILE_WORDS, scratch
-        return cast(Words, compiled.tree_words(*rows[:3], rows.counts, seen, lengths, kept_prefixes, np.array(sizes)))
+        return cast(Words, tree_kernels().tree_words(*rows[:3], rows.counts, seen, lengths, kept_prefixes, np.array(sizes)))
     if len(segments) == 1 and kept_prefixes is not None and is_usual and not _has_others(segments):
         return _words_of_one(segments[0], shape, scratch, int(kept_prefixes[0]))
     return words_of_all(segments, shape, scratch, runs, kept_prefixes)

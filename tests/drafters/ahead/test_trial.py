@@ -26,6 +26,8 @@ from eyas.drafters.registry import DrafterParts
 from eyas.drafters.trees.rows import GrownRows
 from eyas.emulation.costs import flat
 from eyas.emulation.device import EmulatedDevice, VirtualClock
+from eyas.kernels.choice import tree_kernels
+from eyas.kernels.plain import trees as plain_trees
 from eyas.models.checkpoint import Checkpoint
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
@@ -250,7 +252,7 @@ def test_drafting_ahead_gains_tokens_per_virtual_second() -> None:
 @pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
 def test_kernels_choose_the_rows_of_the_plain_way(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
-    rng, kernels = np.random.default_rng(3), grown_tree.ahead_kernels()
+    rng, kernels = np.random.default_rng(3), (tree_kernels(), plain_trees)
 
     def found(count: int) -> tuple[Ints, Reals]:
         scores = -rng.exponential(1.0, (count, 9))
@@ -260,15 +262,15 @@ def test_kernels_choose_the_rows_of_the_plain_way(step: float, monkeypatch: pyte
     trees = [GrownTree(1, torch.zeros(4), candidates, scores.copy(), SlotAllocator(90)) for _ in range(2)]
     for number in range(30):
         rows = list[GrownRows]()
-        for tree, used in zip(trees, (kernels, None), strict=True):
-            monkeypatch.setattr(grown_tree, "ahead_kernels", lambda used=used: used)
+        for tree, used in zip(trees, kernels, strict=True):
+            monkeypatch.setattr(grown_tree, "tree_kernels", lambda used=used: used)
             rows += [chosen] if (chosen := tree.next_rows(20, 6, 60)) else []
         if rows:
             for name in ("tokens", "slots", "nodes", "parents", "is_exact", "others", "visible"):
                 assert np.array_equal(getattr(rows[0], name), getattr(rows[1], name))
             states, results = torch.randn(len(rows[0].tokens), 4), found(len(rows[0].tokens))
-        for i, (tree, used) in enumerate(zip(trees, (kernels, None), strict=True)):
-            monkeypatch.setattr(grown_tree, "ahead_kernels", lambda used=used: used)
+        for i, (tree, used) in enumerate(zip(trees, kernels, strict=True)):
+            monkeypatch.setattr(grown_tree, "tree_kernels", lambda used=used: used)
             if rows:
                 tree.apply(rows[i], states, *(each.copy() for each in results), 60)
             if number % 5 == 4:

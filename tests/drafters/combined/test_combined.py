@@ -28,6 +28,7 @@ from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
 from eyas.drafters.lookup.suffix import SuffixDrafter
 from eyas.drafters.registry import DEFAULT_NUM_STEPS
 from eyas.errors import ConfigError
+from eyas.kernels.plain import trees as plain_trees
 from eyas.llm import LLM
 from eyas.protocol.commit import KnownLogitBias, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
@@ -67,7 +68,7 @@ def test_arrays_merge_as_nodes_one_by_one_do(sessions: list[tuple[list[DraftTree
     expected = [naive_merge(7, own, budget, floor) for own, budget in sessions]
     assert list(merge_trees([7] * len(sessions), trees, budgets, floor)) == expected
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eyas.drafters.combined.has_numba", lambda: False)
+        patch.setattr("eyas.drafters.combined.tree_kernels", lambda: plain_trees)
         assert list(merge_trees([7] * len(sessions), trees, budgets, floor)) == expected
 
 

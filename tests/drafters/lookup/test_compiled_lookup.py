@@ -95,7 +95,7 @@ def test_of_equal_leaves_the_first_eight_are_continued() -> None:
 
 def test_without_numba_the_plain_drafter_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(prompt_lookup(SHAPE, PromptLookupConfig()), lookups.CompiledPromptLookup)
-    monkeypatch.setattr("eyas.drafters.lookup.prompt_lookup.has_numba", lambda: False)
+    monkeypatch.setattr("eyas.kernels.choice.has_numba", lambda: False)
     assert isinstance(prompt_lookup(SHAPE, PromptLookupConfig()), PromptLookupDrafter)
 
 

@@ -1,0 +1,1 @@
+"""Kernels in NumPy and torch, with the signatures of the compiled ones."""
