@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from benchmarks.gpu.measuring import Part, Rates, Scale, median_ms
 from eyas.bench.report import Table, number
 from eyas.kernels.arguments import Draw
-from eyas.models.layers import fused
+from eyas.kernels.plain import layers as plain_layers
 from eyas.models.layers.norms import HeadLayout, RMSNorm
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling.sampler import sample
@@ -100,7 +100,7 @@ def _between(kernels: Any, states: torch.Tensor, intermediate: int) -> Iterator[
     cache = states.new_zeros(2, rows, layout.num_kv_heads, width)
     rotary = states.new_ones(2, 1, rows, width)
     slots = torch.arange(rows, device=states.device)
-    cos, sin = rotary if kernels is not fused else rotary[:, 0, :, None]
+    cos, sin = kernels.rotary_rows({}, *rotary)
     turn: Callable[[], object] = lambda: kernels.rotate_and_store(qkv, layout, (cos, sin), cache[0], cache[1], slots)  # noqa: E731
     yield Work("rotary and cache", rows, turn, 2 * half * qkv.numel())
     gates = states.new_empty(rows, 2 * intermediate).normal_()
@@ -110,7 +110,7 @@ def _between(kernels: Any, states: torch.Tensor, intermediate: int) -> Iterator[
 def _functions(device: torch.device) -> Any:
     """Triton's kernels on CUDA; the functions of the plain path elsewhere."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return fused
+        return plain_layers
     from eyas.kernels.cuda import layers as layer_kernels
 
     return layer_kernels

@@ -94,16 +94,6 @@ def new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     return torch.from_numpy(memory[start : start + size]).view(dtype).view(shape)
 
 
-def store_rows(pool: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:
-    """Write keys or values [R, J, D] to their slots of [S, J, D]: divided by `scale` and rounded, if the pool has 8 bits."""
-    if pool.dtype == rows.dtype:
-        pool.index_copy_(0, slots, rows)
-        return
-    most = torch.finfo(pool.dtype).max
-    narrow = (rows.float() / scale).clamp(-most, most).to(pool.dtype)
-    pool.view(torch.uint8).index_copy_(0, slots, narrow.view(torch.uint8))
-
-
 def load_rows(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     """Return keys or values of slots [n] as [n, J, D] of `dtype`, not yet multiplied by their scale."""
     if pool.dtype == dtype:

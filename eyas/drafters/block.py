@@ -35,10 +35,10 @@ from eyas.drafters.trees.growth import (
 from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import Scorer, Scores, noise_words, scorer_kind
 from eyas.errors import ConfigError
+from eyas.kernels.arguments import Projected
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.backends.packed_weights import PackedLinear, has_kernel
 from eyas.models.heads.block import BlockHead
-from eyas.models.heads.layers import Projected
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.layers.attention import masked_attention
 from eyas.protocol.commit import TreeBudget

@@ -25,10 +25,10 @@ from eyas.drafters.trees.growth import Expansion
 from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import Scorer, Scores
 from eyas.errors import ConfigError
+from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.backends.cuda import KernelBackend
 from eyas.models.backends.cuda_graphs import Capture, CaptureLimits, GraphBackend
-from eyas.models.heads.layers import take_rows
 from eyas.models.inputs import PackedInputs, PaddedGroup, Segment
 from eyas.models.target import TargetModel
 

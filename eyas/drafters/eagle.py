@@ -44,10 +44,10 @@ from eyas.emulation.costs import PassKind
 from eyas.emulation.device import on_host
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import RowKeys
+from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.eagle import EagleHead
-from eyas.models.heads.layers import take_rows
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.sampler import Ranked

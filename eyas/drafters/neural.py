@@ -50,10 +50,11 @@ from eyas.drafters.trees.scoring import (
 )
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, emulated_device
+from eyas.kernels.arguments import LayerSlots, Projected
 from eyas.models.backends.attention_metadata import pack_with_metadata, tight_shape
 from eyas.models.backends.cuda import tiling_on, why_no_kernel_for
 from eyas.models.backends.cuda_graphs import Capture, padded_size
-from eyas.models.heads.layers import LayerSizes, LayerSlots, Projected
+from eyas.models.heads.layers import LayerSizes
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.layers.attention import attend
 from eyas.protocol.commit import ResyncRequired

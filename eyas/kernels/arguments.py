@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
@@ -221,3 +222,35 @@ class Routing(NamedTuple):
     shares: Tensor
     pairs: Tensor
     counts: Tensor
+
+
+@dataclass(frozen=True)
+class Projected:
+    """Projections of a layer's rows that attention needs: query [R, heads, d], key and value [R, kv heads, d], residual
+    [R, H].
+
+    is_cached: whether key and value are in their slots of the KV cache already.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    residual: Tensor
+    is_cached: bool = False
+
+
+@dataclass(frozen=True)
+class LayerSlots:
+    """Keys and values of a layer in the KV cache, [S, J, d], and the slots of a pass's rows [R]."""
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+
+
+class NormWeight(NamedTuple):
+    """A root-mean-square norm, as kernels take one. adds_one: multiply by 1 + weight."""
+
+    weight: Tensor
+    eps: float
+    adds_one: bool = False

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from eyas.config.file_values import get_setting
 from eyas.errors import ConfigError
+from eyas.kernels.arguments import Projected
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.eagle import EagleHead, write_head
 from eyas.models.heads.eagle_config import (
@@ -33,7 +34,7 @@ from eyas.models.heads.eagle_config import (
     tensor_shapes,
 )
 from eyas.models.heads.fusers import LinearFuser
-from eyas.models.heads.layers import DraftLayer, Projected
+from eyas.models.heads.layers import DraftLayer
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from eyas.kernels.arguments import Projected
 from eyas.models.heads.eagle import write_head
-from eyas.models.heads.layers import Projected
 from eyas.train.block import Metrics
 from eyas.train.config import LossConfig, LossType, TrainConfig
 from eyas.train.data import Batch

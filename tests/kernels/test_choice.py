@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 
 from eyas.kernels.choice import tree_kernels
+from eyas.kernels.plain import layers as plain_layers
 from eyas.kernels.plain import trees as plain_trees
 
 
@@ -27,6 +28,15 @@ def test_kernels_of_trees_have_the_signatures_of_plain_ones() -> None:
     shared = theirs.keys() & plain.keys()
     assert len(shared) == 8
     assert {name: theirs[name] for name in shared} == {name: plain[name] for name in shared}
+
+
+def test_kernels_of_layers_have_the_signatures_of_plain_ones() -> None:
+    """A kernel may take more at the end."""
+    compiled = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
+    theirs, plain = parameters(compiled), parameters(plain_layers)
+    shared = theirs.keys() & plain.keys()
+    assert len(shared) == 12
+    assert all(theirs[name][: len(plain[name])] == plain[name] for name in shared)
 
 
 @pytest.mark.parametrize("found", [True, False])

@@ -8,13 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.api.request import Request, SamplingParams
-from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, bytes_per_slot, load_rows, store_rows
+from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, bytes_per_slot, load_rows
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError
 from eyas.kernels.arguments import KVScales
+from eyas.kernels.plain import layers as plain_layers
+from eyas.kernels.plain.layers import store_rows
 from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
-from eyas.models.layers import fused
 from eyas.models.layers.attention import attend
 from eyas.models.layers.norms import HeadLayout
 from eyas.models.loading import load_target
@@ -62,8 +63,8 @@ def test_kernels_write_and_read_what_plain_operations_do(name: str) -> None:
     for cache in pools:
         for pool in (cache.keys[0], cache.values[0]):
             store_rows(pool, torch.arange(size), torch.randn(size, 2, 16, generator=torch.Generator().manual_seed(3)), 1.0)
-    signed = fused.ResidualStream().signed(cos, sin)
-    query = fused.rotate_and_store(qkv, heads, signed, pools[0].keys[0], pools[0].values[0], slots, scales)
+    signed = plain_layers.rotary_rows({}, cos, sin)
+    query = plain_layers.rotate_and_store(qkv, heads, signed, pools[0].keys[0], pools[0].values[0], slots, scales)
     layer_kernels.rotate_and_store(qkv, heads, (cos, sin), pools[1].keys[0], pools[1].values[0], slots, scales)
     for mine, theirs in ((pools[0].keys, pools[1].keys), (pools[0].values, pools[1].values)):
         assert torch.equal(mine[0].view(torch.uint8), theirs[0].view(torch.uint8))

@@ -1,4 +1,4 @@
-"""Triton kernels of a fused layer's work between its products: the functions of `eyas.models.layers.fused` for CUDA.
+"""Triton kernels of a layer's work between its products: the functions of `eyas.kernels.plain.layers` for CUDA.
 
 Sums are float32. Norms and gates are rounded where transformers rounds, rotary embedding once. Launches depend on
 shapes only, so a graph can capture them. Legend as in eyas.models.layers.fused; N is the number of rows that a norm sees.
@@ -6,6 +6,7 @@ shapes only, so a graph can capture them. Legend as in eyas.models.layers.fused;
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,12 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.device.transfer import on_device_of
-from eyas.kernels.arguments import UNSCALED, KVScales
+from eyas.kernels.arguments import UNSCALED, KVScales, LayerSlots, NormWeight, Projected
 
 if TYPE_CHECKING:
     from eyas.models.layers.experts import ExpertOutputs
     from eyas.models.layers.norms import HeadLayout, RMSNorm
 
+RUNS_EXPERTS = True
 GATE_BLOCK = 1024
 # Rows of a tile of `linear` for narrow types, and outputs from which on its tiles are wide.
 PRODUCT_ROWS = 64
@@ -27,9 +29,10 @@ WIDE_OUTPUTS = 8192
 
 
 def add_norm(
-    hidden: Tensor, delta: Tensor | ExpertOutputs, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the residual sum and its norm, as `fused.add_norm`: one launch. Outputs of experts are summed in it."""
+    hidden: Tensor, delta: Tensor | ExpertOutputs, norm: RMSNorm | NormWeight, delta_norm: RMSNorm | None,
+    factor: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the residual sum and its norm: one launch. Outputs of experts are summed in it."""
     outputs, shares, dense, mixed = (delta, None, None, None) if isinstance(delta, Tensor) else delta
     (own, beside), inner, width = mixed or (norm, norm), delta_norm or norm, hidden.shape[-1]
     state, normed = outputs.new_empty(hidden.shape), outputs.new_empty(hidden.shape)
@@ -46,7 +49,8 @@ def add_norm(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> Tensor:
-    """Return the root-mean-square norm over the last dimension of contiguous rows, weight [C]: one launch."""
+    """Return the root-mean-square norm over the last dimension of rows, weight [C]: one launch."""
+    x = x.contiguous()
     width, normed = x.shape[-1], torch.empty_like(x)
     block = triton.next_power_of_2(width)
     with on_device_of(x):
@@ -54,6 +58,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, adds_one: bool = False) -> T
             *(x, normed, weight, eps), WIDTH=width, ADDS_ONE=adds_one, BLOCK=block, num_warps=min(16, max(1, block // 512))
         )
     return normed
+
+
+def norm_rows(x: Tensor, norm: RMSNorm) -> Tensor:
+    """Return the norm of rows [1, R, C]: one launch."""
+    return rms_norm(x, norm.weight, norm.eps, norm.adds_one)
+
+
+def add_rms_norm(hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return the sum of rows [R, C], and its norm: one launch."""
+    return add_norm(hidden.contiguous(), delta, NormWeight(weight, eps), None)
 
 
 def rotary_tables(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
@@ -96,11 +110,16 @@ def pair_inputs(
     return inputs, taken
 
 
+def rotary_rows(known: dict[int, tuple[Tensor, Tensor, Tensor]], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin as they are: `rotate_and_store` takes them so."""
+    return cos, sin
+
+
 def rotate_and_store(
     qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor | None,
     scales: KVScales = UNSCALED,
 ) -> Tensor:  # fmt: skip
-    """Rotate and write to the cache as `fused.rotate_and_store`: one launch.
+    """Rotate and write to the cache: one launch.
 
     Args:
         rotary: plain cos and sin [1, R, D].
@@ -120,8 +139,33 @@ def rotate_and_store(
     return query
 
 
+def project(qkv: Tensor, heads: HeadLayout, rotary: Tensor, residual: Tensor, slots: LayerSlots | None) -> Projected:
+    """Rotate queries and keys of qkv [R, H + 2 J, D]; rotary [R, 2, D]. slots: where to write keys and values at once."""
+    tables = rotary[:, 0], rotary[:, 1]
+    if slots:
+        query = rotate_and_store(qkv, heads, tables, slots.keys, slots.values, slots.slots)
+        return Projected(query, slots.keys, slots.values, residual, is_cached=True)
+    key, value = qkv.new_empty((2, len(qkv), heads.num_kv_heads, heads.width))
+    return Projected(rotate_and_store(qkv, heads, tables, key, value, None), key, value, residual)
+
+
+def project_parts(
+    parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float, heads: HeadLayout | None, rotary: Tensor,
+    residual: Tensor,
+) -> Projected:  # fmt: skip
+    """Norm and rotate queries, if there are some, and keys, which have products of their own: parts [R, heads * D].
+
+    Args:
+        parts: the last one holds values.
+        weights, eps: of the norms, for plain operations.
+        heads: with the same norms laid out by head.
+    """
+    assert heads, "the head is not served"
+    return project(torch.cat(list(parts), -1).view(len(residual), -1, heads.width), heads, rotary, residual, None)
+
+
 def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
-    """Return the activated gates times the values beside them, as `fused.gate`: one launch."""
+    """Return the activated gates times the values beside them: one launch."""
     gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
     width, out = gates.shape[-1], torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     with on_device_of(gates):
@@ -178,6 +222,11 @@ def linear(
             num_warps=4, num_stages=4 if x.dtype != torch.float32 else 2, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor) -> Tensor:
+    """Return x [..., K] times a weight of 8 bits [N, K] with its scales, float32 [N], plus bias [N]: one launch."""
+    return linear(x, weight, bias, x.dtype, scales=scales)
 
 
 @triton.jit

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device
+from eyas.kernels.arguments import Projected
 from eyas.models.backends.packed_weights import optimize_for_cpu
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
@@ -51,7 +52,7 @@ from eyas.models.heads.compiled import CompiledBackbone
 from eyas.models.heads.eagle import check_draft_vocabulary, head_rotary
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.fusers import LinearFuser
-from eyas.models.heads.layers import Projected, quantise_head, rms_norm
+from eyas.models.heads.layers import quantise_head, rms_norm
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 BlockAttention = Callable[[int, Projected], Tensor]

@@ -14,8 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
+from eyas.kernels.arguments import Projected
+from eyas.kernels.layers import layer_kernels
+from eyas.kernels.plain import layers as plain
 from eyas.models.heads.block_config import BlockHeadConfig
-from eyas.models.heads.layers import Projected, layer_kernels_for, rms_norm, rotate
+from eyas.models.heads.layers import rms_norm
 from eyas.models.layers.norms import HeadLayout, RMSNorm
 
 
@@ -59,43 +62,30 @@ class BlockSelfAttention(nn.Module):
         self.k_proj, self.v_proj = empty_linear(c.hidden, kv, bias), empty_linear(c.hidden, kv, bias)
         self.q_norm, self.k_norm = nn.RMSNorm(c.head_dim), nn.RMSNorm(c.head_dim)
         self._num_heads, self._num_kv = c.num_heads, c.num_kv_heads
-        self._head_norms: Tensor | None = None
+        self._whole: HeadLayout | None = None
+        self._keys: HeadLayout | None = None
 
     def serve(self) -> None:
-        """Lay out the norms for the kernel of a GPU: a row for each head of queries and keys."""
+        """Lay out the norms for the kernel of a GPU: a row for each head of queries and keys, and of keys alone."""
         weights = self.q_norm.weight.expand(self._num_heads, -1), self.k_norm.weight.expand(self._num_kv, -1)
-        self._head_norms = torch.cat(weights).detach()
+        whole, keys = (RMSNorm(torch.cat(rows), self._eps, adds_one=False) for rows in (weights, weights[1:]))
+        self._whole = HeadLayout(self._num_heads, self._num_kv, self._width, whole)
+        self._keys = HeadLayout(0, self._num_kv, self._width, keys)
 
     def project(self, rows: Tensor, rotary: Tensor) -> Projected:
         """Project rows [R, H] as attention sees them, rotary [R, 2, d]; the residual of the result is `rows`."""
-        if self._head_norms is not None and (kernels := layer_kernels_for(rows)):
-            qkv = [self.q_proj(rows), self.k_proj(rows), self.v_proj(rows)]
-            return self._rotated(kernels, qkv, rotary, self._num_heads, rows)
-        query = rotate(rms_norm(self._heads(self.q_proj(rows)), self.q_norm.weight, self._eps), rotary)
-        context = self.project_context(rows, rotary)
-        return Projected(query, context.key, context.value, rows)
+        weights, parts = (self.q_norm.weight, self.k_norm.weight), (self.q_proj(rows), self.k_proj(rows), self.v_proj(rows))
+        return _kernels_for(rows, self._whole).project_parts(parts, weights, self._eps, self._whole, rotary, rows)  # type: ignore[no-any-return]
 
     def project_context(self, features: Tensor, rotary: Tensor) -> Projected:
         """Return keys and values of features [R, H], rotary [R, 2, d]; the query is empty."""
-        if self._head_norms is not None and (kernels := layer_kernels_for(features)):
-            return self._rotated(kernels, [self.k_proj(features), self.v_proj(features)], rotary, 0, features)
-        key = rms_norm(self._heads(self.k_proj(features)), self.k_norm.weight, self._eps)
-        return Projected(key[:0], rotate(key, rotary), self._heads(self.v_proj(features)), features)
+        weights, parts = (self.k_norm.weight,), (self.k_proj(features), self.v_proj(features))
+        return _kernels_for(features, self._keys).project_parts(parts, weights, self._eps, self._keys, rotary, features)  # type: ignore[no-any-return]
 
-    def _rotated(self, kernels: Any, parts: list[Tensor], rotary: Tensor, num_heads: int, rows: Tensor) -> Projected:
-        """Return the norms and rotary embedding in one launch. parts: outputs of the projections of `num_heads` queries, if
-        there are some, of keys and of values.
-        """
-        assert self._head_norms is not None, "the head is not served"
-        heads = self._heads(torch.cat(parts, -1))
-        norms = RMSNorm(self._head_norms[-num_heads - self._num_kv :], self._eps, adds_one=False)
-        layout = HeadLayout(num_heads, self._num_kv, self._width, norms)
-        key, value = heads.new_empty((2, len(heads), self._num_kv, self._width))
-        cos, sin = rotary.unbind(1)
-        return Projected(kernels.rotate_and_store(heads, layout, (cos, sin), key, value, None), key, value, rows)
 
-    def _heads(self, rows: Tensor) -> Tensor:
-        return rows.view(len(rows), -1, self._width)
+def _kernels_for(rows: Tensor, heads: HeadLayout | None) -> Any:
+    """Return the kernels for projections; plain ones until the head is served."""
+    return layer_kernels(rows) if heads else plain
 
 
 class BlockMLP(nn.Module):
@@ -108,8 +98,7 @@ class BlockMLP(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         gates, ups = self.gate_proj(rows), self.up_proj(rows)
-        kernels = layer_kernels_for(rows)
-        return self.down_proj(kernels.gate(gates, "silu", ups) if kernels else F.silu(gates) * ups)  # type: ignore[no-any-return]
+        return self.down_proj(layer_kernels(rows).gate(gates, "silu", ups))  # type: ignore[no-any-return]
 
 
 class BlockConvolution(nn.Module):
@@ -121,7 +110,7 @@ class BlockConvolution(nn.Module):
 
     def __init__(self, c: BlockHeadConfig) -> None:
         super().__init__()
-        self._block, self._taps, self._group = c.block_size, c.conv_kernel, c.conv_group
+        self._block, self._taps = c.block_size, c.conv_kernel
         self.base_kernel = nn.Parameter(torch.empty(2, c.conv_kernel, c.hidden))
         self.kernel_projection = empty_linear(c.hidden, 2 * c.conv_kernel * c.hidden // c.conv_group)
 
@@ -136,13 +125,8 @@ class BlockConvolution(nn.Module):
 
     def _convolve(self, rows: Tensor, deltas: Tensor, side: int) -> Tensor:
         """Convolve rows [R, H]. side: 0 before the sublayer, 1 behind it."""
-        if kernels := layer_kernels_for(rows):
-            return kernels.convolve(rows, self.base_kernel[side], deltas, side, self._block)  # type: ignore[no-any-return]
-        kernel = self.base_kernel[side] + deltas[:, side].repeat_interleave(self._group, -1)  # [R, taps, H]
-        # Zeros before the block's first row [R / B, B + taps - 1, H]: no tap reaches into the block before.
-        blocks = F.pad(rows.view(-1, self._block, rows.shape[1]), (0, 0, self._taps - 1, 0))
-        shifted = blocks.unfold(1, self._taps, 1).flip(-1).flatten(0, 1)  # [R, H, taps], tap 0 first
-        return (shifted * kernel.transpose(1, 2)).sum(-1)
+        kernels, base = layer_kernels(rows), self.base_kernel[side]
+        return kernels.convolve(rows, base, deltas, side, self._block)  # type: ignore[no-any-return]
 
 
 class MarkovHead(nn.Module):

@@ -119,9 +119,8 @@ def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
     """Return a layer for the kernels of the CPU. behind: the norm of what it returns."""
     sizes, parts = layer.sizes, (layer.qkv, layer.out, layer.gate_up, layer.down)
     products = CpuProducts.of(*(part.product if isinstance(part, PackedLinear) else part for part in parts))
-    heads = HeadLayout(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, norms=None)
     norm = RMSNorm(layer.post_norm, sizes.rms_norm_eps, adds_one=False)
-    return CpuLayer(products, heads, sizes.head_dim**-0.5, None, None, "silu", norm, behind)
+    return CpuLayer(products, layer.heads, sizes.head_dim**-0.5, None, None, "silu", norm, behind)
 
 
 class CompiledBackbone:

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
+from eyas.kernels.arguments import LayerSlots, Projected
+from eyas.kernels.layers import layer_kernels
+from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.packed_weights import optimize_for_cpu
 from eyas.models.checkpoint import (
     DEPTH_KEY,
@@ -46,17 +49,13 @@ from eyas.models.heads.fusers import LinearFuser
 from eyas.models.heads.layers import (
     BackboneSizes,
     DraftLayer,
-    LayerSlots,
-    Projected,
     backbone_json,
     default_rotary_table,
     frozen,
-    layer_kernels_for,
     linear,
     quantise_head,
     rms_norm,
     rotary_table,
-    take_rows,
     under_prefix,
 )
 
@@ -115,12 +114,12 @@ class EagleHead(nn.Module):
         self, states: Tensor, parents: Tensor, tokens: Tensor, positions: Tensor, slots: SlotsOfLayer
     ) -> Projected:
         """Project rows of trees: states [S, R, H] of the rows above, parents among these and draft ids [S, W]."""
-        kernels, first = layer_kernels_for(states), self.layer(0)
-        if not kernels or self.fc is not None:
+        first = self.layer(0)
+        if self.fc is not None:
             features = take_rows(states, parents).flatten(0, 1)
             return self.project(features, self.draft_ids[tokens].flatten(), positions, slots)
         norms = first.input_norm, first.hidden_norm
-        inputs, features = kernels.pair_inputs(
+        inputs, features = layer_kernels(states).pair_inputs(
             states, parents, tokens, self.draft_ids, self.embedding, norms, self.config.rms_norm_eps
         )
         residual = inputs[:, features.shape[1] :] if self.config.wiring.norm_before_residual else features

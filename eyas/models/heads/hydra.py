@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
+from eyas.kernels.arguments import Projected
 from eyas.models.checkpoint import EMBEDDING_NAMES, Checkpoint, CheckpointSource, check_tensors, open_checkpoint
 from eyas.models.heads.layers import (
     DraftLayer,
     LayerSizes,
-    Projected,
     Shapes,
     frozen,
     layer_shapes,

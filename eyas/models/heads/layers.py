@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.config.file_values import get_setting
 from eyas.errors import CheckpointError, ConfigError
-from eyas.models.layers.norms import HeadLayout, RMSNorm
+from eyas.kernels.arguments import LayerSlots, Projected
+from eyas.kernels.layers import layer_kernels
+from eyas.kernels.plain import layers as plain
+from eyas.models.layers.norms import HeadLayout
 
 # Weights of 8 bits, and the first GPUs that have them.
 FLOAT8 = torch.float8_e4m3fn
@@ -108,30 +109,6 @@ def check_target(source: Path, target: Mapping[str, Any], hidden: int, vocab_siz
             raise CheckpointError(f"{source} was made for a target of {what} {own}, but this target has {needed}")
 
 
-@dataclass(frozen=True)
-class Projected:
-    """Projections of a layer's rows that attention needs: query [R, heads, d], key and value [R, kv heads, d], residual
-    [R, H].
-
-    is_cached: whether key and value are in their slots of the KV cache already.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    residual: Tensor
-    is_cached: bool = False
-
-
-@dataclass(frozen=True)
-class LayerSlots:
-    """Keys and values of a layer in the KV cache, [S, J, d], and the slots of a pass's rows [R]."""
-
-    keys: Tensor
-    values: Tensor
-    slots: Tensor
-
-
 class DraftLayer(nn.Module):
     """A decoder layer without its attention and its input norm: project, attend elsewhere, finish.
 
@@ -152,58 +129,27 @@ class DraftLayer(nn.Module):
         self.post_norm = frozen(weights["post_attention_layernorm.weight"])
         self.input_norm = frozen(weights["input_layernorm.weight"]) if "input_layernorm.weight" in weights else None
         self.hidden_norm = frozen(weights["hidden_norm.weight"]) if "hidden_norm.weight" in weights else None
+        self.heads = HeadLayout(sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, norms=None)
 
     def project(self, inputs: Tensor, residual: Tensor, rotary: Tensor, slots: LayerSlots | None = None) -> Projected:
         """Project inputs [R, X] as attention sees them, residual [R, H], rotary [R, 2, d] of the rows' positions.
 
         slots: where a kernel may write keys and values at once.
         """
-        heads, kv_heads = self.sizes.num_heads, self.sizes.num_kv_heads
-        qkv = self.qkv(inputs).view(-1, heads + 2 * kv_heads, self.sizes.head_dim)
-        if kernels := layer_kernels_for(qkv):
-            layout = HeadLayout(heads, kv_heads, self.sizes.head_dim, norms=None)
-            cos, sin = rotary.unbind(1)
-            if slots:
-                query = kernels.rotate_and_store(qkv, layout, (cos, sin), slots.keys, slots.values, slots.slots)
-                return Projected(query, slots.keys, slots.values, residual, is_cached=True)
-            key, value = qkv.new_empty((2, len(qkv), kv_heads, self.sizes.head_dim))
-            return Projected(kernels.rotate_and_store(qkv, layout, (cos, sin), key, value, None), key, value, residual)
-        rotated = rotate(qkv[:, : heads + kv_heads], rotary)
-        return Projected(rotated[:, :heads], rotated[:, heads:], qkv[:, heads + kv_heads :], residual)
+        qkv = self.qkv(inputs).view(-1, self.heads.num_heads + 2 * self.heads.num_kv_heads, self.heads.width)
+        return layer_kernels(qkv).project(qkv, self.heads, rotary, residual, slots)  # type: ignore[no-any-return]
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the rest of the layer: attention output [R, heads, d] and residual [R, H] to the next state [R, H]."""
-        out = self.out(attended.flatten(1))
-        if kernels := layer_kernels_for(out):
-            norm = RMSNorm(self.post_norm, self.sizes.rms_norm_eps, adds_one=False)
-            state, normed = kernels.add_norm(residual.contiguous(), out, norm, None)
-            return state + self.down(kernels.gate(self.gate_up(normed), "silu"))  # type: ignore[no-any-return]
-        state = residual + out
-        gate, up = self.gate_up(rms_norm(state, self.post_norm, self.sizes.rms_norm_eps)).chunk(2, -1)
-        return state + self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """Return x[s, rows[s]] for every session; x [S, R, ...], rows [S, W]. With R = 1 the single row is used for all."""
-    return x.gather(1, rows[:, :, None].expand(-1, -1, x.shape[2])) if x.shape[1] > 1 else x.expand(-1, rows.shape[1], -1)
+        kernels, out = layer_kernels(attended), self.out(attended.flatten(1))
+        state, normed = kernels.add_rms_norm(residual, out, self.post_norm, self.sizes.rms_norm_eps)
+        return state + self.down(kernels.gate(self.gate_up(normed), "silu"))  # type: ignore[no-any-return]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the root-mean-square norm over the last dimension, in float32."""
-    if weight.dim() == 1 and (kernels := layer_kernels_for(x)):
-        return kernels.rms_norm(x.contiguous(), weight, eps)  # type: ignore[no-any-return]
-    return F.rms_norm(x.float(), x.shape[-1:], eps=eps).to(x.dtype) * weight
-
-
-def layer_kernels_for(x: Tensor) -> Any:
-    """Return the module of kernels for rows on a GPU with Triton; None on the CPU, and in training,
-    which needs gradients.
-    """
-    if x.device.type == "cpu" or not torch.is_inference_mode_enabled() or find_spec("triton") is None:
-        return None
-    from eyas.kernels.cuda import layers as layer_kernels
-
-    return layer_kernels
+    kernels = layer_kernels(x) if weight.dim() == 1 else plain
+    return kernels.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
 
 
 def rotary_table(config: Any, length: int) -> Tensor:
@@ -225,14 +171,6 @@ def default_rotary_table(theta: float, width: int, length: int) -> Tensor:
     # RoPE in transformers' layout: dimension i turns with dimension i + d / 2, so cos and sin are doubled.
     both = torch.cat([angles, angles], -1)
     return torch.stack([both.cos(), both.sin()], dim=1)
-
-
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Return the rotary embedding of x [R, heads, d]; rotary [R, 2, d]."""
-    cos, sin = rotary[:, :, None].unbind(1)
-    left, right = x.chunk(2, -1)
-    # (left, right) -> (left cos - right sin, right cos + left sin)
-    return x * cos + torch.cat([-right, left], -1) * sin
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -261,11 +199,7 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., K] to [..., N]."""
-        if kernels := layer_kernels_for(x):
-            return kernels.linear(x, self.weight, self.bias, x.dtype, scales=self.scales)  # type: ignore[no-any-return]
-        # The scale is applied to the sum: (x (W / s)) s = x W.
-        out = F.linear(x.float(), self.weight.float()) * self.scales
-        return (out if self.bias is None else out + self.bias.float()).to(x.dtype)
+        return layer_kernels(x).scaled_linear(x, self.weight, self.bias, self.scales)  # type: ignore[no-any-return]
 
 
 def quantise_head(head: nn.Module, device: torch.device) -> None:

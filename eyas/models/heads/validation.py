@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.errors import CheckpointError
+from eyas.kernels.arguments import Projected
 from eyas.models.checkpoint import CheckpointSource, open_checkpoint
 from eyas.models.heads.block import BlockHead, load_block_head
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind, Output
 from eyas.models.heads.fusers import FeatureFuser
-from eyas.models.heads.layers import Projected
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVCache, load_rows, store_rows
+from eyas.cache.kv_cache import KVCache, load_rows
 from eyas.device.transfer import on_device_of
 from eyas.errors import CheckpointError
+from eyas.kernels.plain.layers import store_rows
 from eyas.models.inputs import PackedInputs, PaddedGroup
 
 ATTENTION_NAME = "eyas"

@@ -125,7 +125,7 @@ class RoutedExperts:
         )  # fmt: skip
 
     def add_norms(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """Run `fused.add_norm`, and return what router and experts beside an MLP see of the sum."""
+        """Run `add_norm` of layers, and return what router and experts beside an MLP see of the sum."""
         found: tuple[Tensor, ...] = _kernels().add_norms(self.norms, *arguments)
         return found
 

@@ -3,7 +3,7 @@
 transformers' modules stay the definition of a model and keep its weights. `fuse_layers` gives each layer another `forward`
 with the same signature: one product for queries, keys and values, one for gate and up, the norm together with the residual
 sum before it, and rotary embedding together with the write to the KV cache. On the CPU these are few operations of torch, on
-CUDA the kernels of `eyas.kernels.cuda.layers`, which have the same signatures as the functions here. On the CPU with
+CUDA the kernels of `eyas.kernels.cuda.layers`, which have the same signatures. On the CPU with
 one thread and numba, `CpuDecoder` runs all layers with the kernels of `eyas.kernels.cpu.layers`.
 
 Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, I intermediate width, S slots.
@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVCache, store_rows
+from eyas.cache.kv_cache import KVCache
 from eyas.device.placement import runs_compiled
-from eyas.kernels.arguments import UNSCALED, KVScales
+from eyas.kernels.layers import fused_kernels
 from eyas.models.backends.cpu import CpuDecoder, CpuLayer, CpuProducts
 from eyas.models.backends.packed_weights import MergedLinearPart, PackedLinear, Product, has_kernel
 from eyas.models.checkpoint import merge_quantised
@@ -78,79 +78,17 @@ KINDS = {
 }
 
 
-def add_norm(
-    hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the residual sum and its norm: hidden, delta [1, R, C]; delta_norm is applied to delta first. May overwrite
-    delta.
-
-    factor: what the sum is multiplied by, [1].
-    """
-    state = hidden + delta_norm(delta) if delta_norm else delta.add_(hidden)
-    if factor is not None:
-        state.mul_(factor)
-    return state, norm(state)
-
-
-def rotate_and_store(
-    qkv: Tensor,
-    heads: HeadLayout,
-    rotary: tuple[Tensor, Tensor],
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    scales: KVScales = UNSCALED,
-) -> Tensor:
-    """Rotate queries and keys of qkv [R, H + 2 J, D], write keys and values [S, J, D] to their slots, return queries.
-
-    With qkv [R, H + J, D] values are the keys as they are before norm and rotation. Returns [R, H, D].
-
-    Args:
-        rotary: cos, and sin with a negative first half, [R, 1, D] each.
-        scales: of keys and values of 8 bits.
-    """
-    num_rotated = heads.num_heads + heads.num_kv_heads
-    if qkv.shape[1] < num_rotated + heads.num_kv_heads:
-        qkv = torch.cat([qkv, qkv[:, heads.num_heads :]], 1)
-    num_normed = len(heads.norms.weight) if heads.norms else 0
-    normed = heads.norms(qkv[:, :num_normed]) if heads.norms else qkv
-    x, values_source = normed[:, :num_rotated], normed if num_normed > num_rotated else qkv
-    cos, sin = rotary
-    turned = torch.addcmul(x * cos, x.roll(heads.width // 2, -1), sin)
-    if heads.num_kv_heads:
-        store_rows(keys, slots, turned[:, heads.num_heads :], scales.key)
-        store_rows(values, slots, values_source[:, num_rotated:], scales.value)
-    return turned[:, : heads.num_heads]
-
-
-def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
-    """Return the activated gates times the values beside them: [..., 2 I] to [..., I]. ups: the values [..., I], if they are
-    apart.
-    """
-    gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
-    return (F.silu(gates) if activation == "silu" else F.gelu(gates, approximate="tanh")).mul_(ups)
-
-
 @dataclass(eq=False)
 class ResidualStream:
     """State that a layer leaves for the next one: the hidden states that it returned, and their norm, which the next begins
     with.
 
-    rotary: cos and signed sin of the pass, by the identity of the cos that transformers made.
+    rotary: see `rotary_rows` of plain kernels.
     """
 
     hidden: Tensor | None = None
     normed: Tensor | None = None
     rotary: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-
-    def signed(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [1, R, D] as `rotate_and_store` takes them. Layers share the result."""
-        found = self.rotary.get(id(cos))
-        if found is None:
-            half = sin.shape[-1] // 2
-            signed = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
-            found = self.rotary[id(cos)] = cos, cos[0, :, None], signed
-        return found[1:]
 
 
 @dataclass(frozen=True)
@@ -220,33 +158,29 @@ class FusedLayer:
         if self._index == 0:
             stream.hidden = stream.normed = None
             stream.rotary.clear()
-        kernels = kernels_for(hidden_states, packed)
+        kernels = fused_kernels(hidden_states, packed.metadata is not None)
         # The layer before normed its output already, if it is the tensor that this layer gets.
         normed = stream.normed if hidden_states is stream.hidden else None
         if normed is None:
-            norm, x = self.input_norm, hidden_states
-            normed = kernels.rms_norm(x, norm.weight, norm.eps, norm.adds_one) if kernels else norm(x)
+            normed = kernels.norm_rows(hidden_states, self.input_norm)
         # qkv [R, H + 2 J, D]: query heads, key heads, value heads.
         qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
-        if kernels is None:
-            query = rotate_and_store(qkv, self._heads, stream.signed(*position_embeddings), *pools)
-        else:
-            query = kernels.rotate_and_store(qkv, self._heads, position_embeddings, *pools)
+        rotary = kernels.rotary_rows(stream.rotary, *position_embeddings)
+        query = kernels.rotate_and_store(qkv, self._heads, rotary, *pools)
         attended = attend_layer(query, kv_cache, source, packed, *self._attention)
         out: Any = self._out(attended.reshape(1, hidden_states.shape[1], -1))
-        sum_and_norm, gated = (add_norm, gate) if kernels is None else (kernels.add_norm, kernels.gate)
-        routed = self._routed if kernels else None
-        sum_and_norms = routed.add_norms if routed and routed.norms else sum_and_norm
+        routed = self._routed if kernels.RUNS_EXPERTS else None
+        sum_and_norms = routed.add_norms if routed and routed.norms else kernels.add_norm
         # Residual sum and norm in one go: state = hidden + out, normed = norm(state).
         state, normed, *inputs = sum_and_norms(hidden_states, out, self._mlp_norm, self._out_norm)
-        out = self._mlp(state, normed, gated, routed, inputs)
+        out = self._mlp(state, normed, kernels.gate, routed, inputs)
         delta_norm = self._down_norm
         if self._input is not None:
-            state = sum_and_norm(state, out, self._mlp_norm, delta_norm)[0]  # the norm is not needed
-            out = self._input.project(gated(self._input.gate(state), self._activation, per_layer_input))
+            state = kernels.add_norm(state, out, self._mlp_norm, delta_norm)[0]  # the norm is not needed
+            out = self._input.project(kernels.gate(self._input.gate(state), self._activation, per_layer_input))
             delta_norm = self._input.norm
         # The norm after this layer is the next one's input norm, so it is computed here with the last sum.
-        stream.hidden, stream.normed = sum_and_norm(state, out, self.next_norm, delta_norm, self._factor)
+        stream.hidden, stream.normed = kernels.add_norm(state, out, self.next_norm, delta_norm, self._factor)
         return stream.hidden
 
     def _mlp(
@@ -283,15 +217,6 @@ class FusedLayer:
             self._heads, *self._attention, self._activation,
             self._mlp_norm, self.next_norm, self._out_norm, self._down_norm,
         )  # fmt: skip
-
-
-def kernels_for(rows: Tensor, packed: PackedInputs) -> Any:
-    """Return the kernels of layers, where attention has its own; else None."""
-    if packed.metadata is None or rows.device.type == "cpu":
-        return None
-    from eyas.kernels.cuda import layers as layer_kernels
-
-    return layer_kernels
 
 
 def fuse_layers(model: Any) -> bool:

@@ -10,7 +10,8 @@ from eyas.config import DraftingConfig
 from eyas.drafters.trees.calibration import Ranking
 from eyas.drafters.trees.growth import find_frontier
 from eyas.drafters.trees.scoring import UnrankedLogits, noise_words, perturbed_scorer, rank_children, without_nan
-from eyas.models.heads.layers import rms_norm, take_rows
+from eyas.kernels.plain.layers import take_rows
+from eyas.models.heads.layers import rms_norm
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.sampling.sampler import filtered_probs_no_sync, rank
 

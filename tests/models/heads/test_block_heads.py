@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from eyas.errors import CheckpointError
+from eyas.kernels.arguments import Projected
+from eyas.kernels.plain import layers as plain
 from eyas.models.checkpoint import Checkpoint
-from eyas.models.heads import block_layers, layers
+from eyas.models.heads import block_layers
 from eyas.models.heads.block import (
     BlockHead,
     attend_blocks,
@@ -26,7 +28,6 @@ from eyas.models.heads.block import (
 )
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, read_block_config
 from eyas.models.heads.eagle_config import HeadWiring
-from eyas.models.heads.layers import Projected
 from tests.support.tiny import write_target
 from tests.support.tiny_block import DFLASH, DSPARK, KINDS, random_block_head, tiny_block_head
 
@@ -243,15 +244,14 @@ def test_kernel_projections_are_the_plain_ones(kind: str, tiny_target: str, monk
     layer, rotary = head.layers[1].self_attn, head.rotary[torch.tensor([3, 0, 9, 200, 5, 5, 1], device=device)]
     with torch.inference_mode():
         found = []
-        for ours in (None, kernels):
-            monkeypatch.setattr(block_layers, "layer_kernels_for", lambda x, ours=ours: ours)
-            monkeypatch.setattr(layers, "layer_kernels_for", lambda x: None)
+        for ours in (plain, kernels):
+            monkeypatch.setattr(block_layers, "layer_kernels", lambda x, ours=ours: ours)
             found.append((layer.project(rows, rotary), layer.project_context(rows, rotary)))
     assert found[0][0].query.shape == (7, 4, 8)
     assert not any(context.query.numel() for _, context in found)
-    for plain, fused in zip(*found, strict=True):
-        for name in ("query", "key", "value", "residual") if plain.query.numel() else ("key", "value", "residual"):
-            torch.testing.assert_close(getattr(fused, name), getattr(plain, name), atol=1e-5, rtol=1e-5)
+    for own, fused in zip(*found, strict=True):
+        for name in ("query", "key", "value", "residual") if own.query.numel() else ("key", "value", "residual"):
+            torch.testing.assert_close(getattr(fused, name), getattr(own, name), atol=1e-5, rtol=1e-5)
 
 
 def test_the_kernel_of_convolutions_equals_plain_operations(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,8 +264,8 @@ def test_the_kernel_of_convolutions_equals_plain_operations(target: str, monkeyp
     for parameter in convolution.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) / 4
     rows, results = torch.randn(9, 48, generator=generator), []
-    for kernels in (None, layer_kernels):
-        monkeypatch.setattr(block_layers, "layer_kernels_for", lambda x, kernels=kernels: kernels)
+    for kernels in (plain, layer_kernels):
+        monkeypatch.setattr(block_layers, "layer_kernels", lambda x, kernels=kernels: kernels)
         with torch.inference_mode():
             before, deltas = convolution.before(rows)
             results.append([before, convolution.after(before, deltas)])

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas.cache.kv_cache import bytes_per_slot
 from eyas.device import host as process
+from eyas.kernels.plain import layers as plain_layers
 from eyas.models.backends import cpu as cpu_decoder
 from eyas.models.backends.cpu import MAX_KERNEL_ROWS, share_layers
 from eyas.models.backends.packed_weights import has_fbgemm, in_blocks
@@ -392,7 +393,7 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
         kind, settings = FAMILIES[name]
         target = load_target(write_model(tmp_path, config_of(kind, **settings)), aux_hidden_state_layers=(0, 3))
     use_torch(target)
-    monkeypatch.setattr(fused, "kernels_for", lambda *_: layer_kernels)
+    monkeypatch.setattr(fused, "fused_kernels", lambda *_: layer_kernels)
     expert_kernels, by_kernels = import_module("eyas.kernels.cuda.experts"), list[Any]()
     route = expert_kernels.route
     monkeypatch.setattr(expert_kernels, "route", lambda *args: (by_kernels.append(args), route(*args))[1])
@@ -409,7 +410,9 @@ def test_the_norm_kernel_equals_plain_operations(width: int, adds_one: bool) -> 
     norm, inner = (RMSNorm(torch.randn(width, generator=generator), 1e-5, adds_one) for _ in range(2))
     for delta_norm in (None, inner):
         found = layer_kernels.add_norm(hidden, delta, norm, delta_norm)
-        torch.testing.assert_close(found, fused.add_norm(hidden, delta.clone(), norm, delta_norm), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            found, plain_layers.add_norm(hidden, delta.clone(), norm, delta_norm), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", ["llama-3", "rope-yarn", "gemma-3", "gemma-4-e2b"])
@@ -438,8 +441,10 @@ def test_the_rotary_kernel_equals_plain_operations(has_norm: bool) -> None:
     caches = [torch.zeros(2, 9, 2, 80) for _ in range(2)]
     slots = torch.tensor([7, 0, 3])
     found = layer_kernels.rotate_and_store(qkv, heads, (cos, sin), *caches[0], slots)
-    signed = fused.ResidualStream().signed(cos, sin)
-    torch.testing.assert_close(found, fused.rotate_and_store(qkv, heads, signed, *caches[1], slots), rtol=1e-5, atol=1e-5)
+    signed = plain_layers.rotary_rows({}, cos, sin)
+    torch.testing.assert_close(
+        found, plain_layers.rotate_and_store(qkv, heads, signed, *caches[1], slots), rtol=1e-5, atol=1e-5
+    )
     torch.testing.assert_close(caches[0], caches[1], rtol=1e-5, atol=1e-5)
 
 
@@ -450,8 +455,8 @@ def test_a_draft_layer_with_kernels_equals_plain_operations(monkeypatch: pytest.
     layer, inputs = DraftLayer(sizes, weights), torch.randn(3, 64, generator=generator)
     residual, rotary = torch.randn(3, 32, generator=generator), torch.randn(3, 2, 8, generator=generator)
     results = []
-    for kernels in (None, layer_kernels):
-        monkeypatch.setattr("eyas.models.heads.layers.layer_kernels_for", lambda x, kernels=kernels: kernels)
+    for kernels in (plain_layers, layer_kernels):
+        monkeypatch.setattr("eyas.models.heads.layers.layer_kernels", lambda x, kernels=kernels: kernels)
         with torch.inference_mode():
             rows = layer.project(inputs, residual, rotary)
             normed = rms_norm(residual, weights["post_attention_layernorm.weight"], 1e-5)
@@ -464,7 +469,7 @@ def test_the_gate_kernel_equals_plain_operations(activation: str) -> None:
     layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
     gate_up = 3 * torch.randn(1, 2, 2 * 1500, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(
-        layer_kernels.gate(gate_up, activation), fused.gate(gate_up.clone(), activation), rtol=1e-5, atol=1e-5
+        layer_kernels.gate(gate_up, activation), plain_layers.gate(gate_up.clone(), activation), rtol=1e-5, atol=1e-5
     )
 
 

@@ -51,7 +51,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Any:
             run(*args, **named)
 
     monkeypatch.setattr(InterpretedFunction, "run", run_alone)
-    monkeypatch.setattr(fused, "kernels_for", lambda *_: layer_kernels)
+    monkeypatch.setattr(fused, "fused_kernels", lambda *_: layer_kernels)
     return expert_kernels
 
 
