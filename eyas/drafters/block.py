@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,6 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.placement import runs_compiled
 from eyas.device.transfer import moved
 from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork, within
 from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
@@ -34,11 +34,13 @@ from eyas.drafters.trees.growth import (
 )
 from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import Scorer, Scores, noise_words, scorer_kind
+from eyas.emulation.device import EmulatedDevice
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import Projected
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.backends.packed_weights import PackedLinear, has_kernel
 from eyas.models.heads.block import BlockHead
+from eyas.models.heads.compiled import CompiledBackbone
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.layers.attention import masked_attention
 from eyas.protocol.commit import TreeBudget
@@ -85,15 +87,22 @@ class BlockDrafter(NeuralDrafter[None]):
         super().__init__(config, tree, None, head.draft_ids, ledger)
         slots = slots and replace(slots, first=first, spare=self._kv.scratch)
         self._use_slots(slots, capture, 0, self._dtype, self._cache_context, c.hidden)
-        self._growth = self._compiled_growth()
+        self._use(None if slots or config.emulated_device else head.compiled)
+
+    def _use(self, compiled: CompiledBackbone | None) -> None:
+        """Run the head by kernels of the CPU from now on, or as it is."""
+        self._compiled, self._growth = compiled, self._compiled_growth() if compiled else None
+        self._cache_new = partial(compiled.extend, kv=self._kv) if compiled else self._packed(self._cache_context)
+
+    def emulate(self, device: EmulatedDevice) -> None:
+        super().emulate(device)
+        self._use(None)
 
     def _compiled_growth(self) -> CompiledGrowth | None:
         """Return what grows trees on the CPU in one kernel: for heads whose levels are known at once, but
         for a Markov head.
         """
         head, markov = self._head, self._head.markov_head
-        if head.compiled is None or self._slots is not None or not runs_compiled(head.draft_ids.device):
-            return None
         if head.is_independent:
             return CompiledGrowth(head.draft_ids)
         if markov is None or markov.kind != "vanilla":
@@ -108,19 +117,14 @@ class BlockDrafter(NeuralDrafter[None]):
     @torch.inference_mode()
     def warm_up(self) -> None:
         super().warm_up()
-        if self._growth and self._is_compiled():  # compiled at its first call
+        if self._compiled and self._growth:  # compiled at its first call
             c, words = self._head.config, noise_words([], self.ranking, 1)
-            blocks = compiled_states(self._head, self._kv, [0], [np.zeros(1, np.int64)])
-            compiled, place = self._head.compiled, np.array([self._kv.scratch])
-            if compiled is not None:
-                compiled.cache_context(blocks[0, :1].contiguous(), place * 0, place, self._kv)
+            blocks = compiled_states(self._head, self._compiled, self._kv, [0], [np.zeros(1, np.int64)])
+            place = np.array([self._kv.scratch])
+            self._compiled.cache_context(blocks[0, :1].contiguous(), place * 0, place, self._kv)
             logits = self._head.backbone_logits(blocks.contiguous())
             for has_noise in (False, True):
                 self._growth.trees(logits, [0], words, has_noise, [TreeBudget(2, c.num_drafted)], self._max_expanded)
-
-    def _is_compiled(self) -> bool:
-        """Return whether the kernels of the CPU run: on no emulated device, and not on several threads."""
-        return self._head.compiled is not None and not self.device and runs_compiled(self.draft_ids.device)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -139,14 +143,7 @@ class BlockDrafter(NeuralDrafter[None]):
         """Cache keys and values of all new features in every layer. Trees grow from tokens alone: the states are empty."""
         features = torch.cat([context.features for context in contexts if context.features is not None])
         features = moved(features, self.draft_ids.device, self._dtype)
-        compiled = self._head.compiled
-        if compiled is None or not self._is_compiled():
-            return self._run_new(contexts, features, self._cache_context)
-        all_slots, counts = self._prefix_slots(contexts), [num_features(context) for context in contexts]
-        positions = [np.arange(len(own) - n, len(own)) for own, n in zip(all_slots, counts, strict=True)]
-        slots = [own[len(own) - n :] for own, n in zip(all_slots, counts, strict=True)]
-        compiled.cache_context(features, np.concatenate(positions), np.concatenate(slots), self._kv)
-        return features.new_empty(len(contexts), 0)
+        return self._run_new(contexts, features, self._cache_new)
 
     def _cache_context(self, features: Tensor, rows: PackedInputs, last: PackedInputs) -> Tensor:
         """Return an ExtendPass."""
@@ -159,13 +156,13 @@ class BlockDrafter(NeuralDrafter[None]):
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees; in one kernel on the CPU, where nothing but noise changes the head's logits."""
         is_ruled = any(context.allowed or context.logit_biases for context in contexts)
-        if self._growth is None or not self._is_compiled() or is_ruled:
+        if not self._compiled or not self._growth or is_ruled:
             return super()._grow(contexts, states)
         words = noise_words(contexts, self.ranking, len(contexts))
         if (kind := scorer_kind(words)) == "filtered":
             return super()._grow(contexts, states)
         tokens, shape = [context.tokens[-1] for context in contexts], self._shape(contexts, self._max_expanded)
-        blocks = compiled_states(self._head, self._kv, tokens, self._prefix_slots(contexts))
+        blocks = compiled_states(self._head, self._compiled, self._kv, tokens, self._prefix_slots(contexts))
         logits = self._head.backbone_logits(blocks[:, : shape.num_steps].contiguous())
         budgets = [within(context.budget, self.tree) for context in contexts]
         return self._growth.trees(logits, tokens, words, kind == "noised", budgets, shape.top_k)
@@ -197,7 +194,9 @@ def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
     return head.drafted_rows(states.view(len(roots.tokens), head.config.block_size, -1))
 
 
-def compiled_states(head: BlockHead, kv: KVCache, tokens: Sequence[int], prefixes: Sequence[Slots]) -> Tensor:
+def compiled_states(
+    head: BlockHead, compiled: CompiledBackbone, kv: KVCache, tokens: Sequence[int], prefixes: Sequence[Slots]
+) -> Tensor:
     """Compute `block_states` by the kernels of the CPU.
 
     Args:
@@ -209,9 +208,8 @@ def compiled_states(head: BlockHead, kv: KVCache, tokens: Sequence[int], prefixe
     blocks = [
         Segment(ahead, np.minimum(len(own) + ahead, head.max_model_len - 1), none, own, visible, none) for own in prefixes
     ]
-    assert head.compiled is not None, "the head is not prepared for the kernels"
     embedded = F.embedding(head.block_tokens(torch.tensor(tokens)).flatten(), head.embed_tokens.weight)
-    states = head.compiled.run(embedded, blocks, kv)
+    states = compiled.run(embedded, blocks, kv)
     return head.drafted_rows(states.view(len(tokens), size, -1))
 
 

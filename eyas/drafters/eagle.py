@@ -18,14 +18,12 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.placement import runs_compiled
 from eyas.device.transfer import Bools, Ints, moved, upload
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, DraftWork, within
 from eyas.drafters.neural import (
     NeuralDrafter,
     attend_slots,
     cache_and_attend,
-    last_rows,
     layer_slots,
     new_rows,
     plan_tree_slots,
@@ -41,12 +39,12 @@ from eyas.drafters.trees.growth import (
 from eyas.drafters.trees.rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
 from eyas.emulation.costs import PassKind
-from eyas.emulation.device import on_host
+from eyas.emulation.device import EmulatedDevice, on_host
 from eyas.errors import ConfigError
-from eyas.kernels.arguments import RowKeys
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.backends.cuda_graphs import Capture
+from eyas.models.heads.compiled import CompiledEagle
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.protocol.tree import DraftTree, DraftTrees
@@ -90,7 +88,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         self._head = head
         plan = partial(plan_tree_slots, c, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
         slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
-        compiled = slots is None and static_tree is None and head.compiled is not None and runs_compiled(device)
+        compiled = None if slots or static_tree or config.emulated_device else head.compiled
         rows_of_tree = tree.top_k * (tree.num_steps - 1)
         num_slots = slots.num_slots if slots else MAX_COMPILED_SESSIONS * rows_of_tree if compiled else 0
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots + num_grown_slots)
@@ -100,12 +98,17 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         slots = slots and replace(slots, first=first, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
         self._tree_slots = first + np.arange(num_slots).reshape(-1, rows_of_tree or 1) if compiled else None
-        if compiled:
-            from eyas.kernels.cpu import drafting as drafts
-            from eyas.kernels.cpu import layers as passes
+        self._use(compiled)
 
-            passes.compile_kernels()
-            drafts.compile_kernels()
+    def _use(self, compiled: CompiledEagle | None) -> None:
+        """Run the head's layers by kernels of the CPU from now on, or as they are."""
+        self._compiled = compiled
+        self._run_segments = partial(compiled.run, kv=self._kv) if compiled else self._run_packed
+        self._run_new_pairs = partial(compiled.extend, kv=self._kv) if compiled else self._packed(self._run_pairs)
+
+    def emulate(self, device: EmulatedDevice) -> None:
+        super().emulate(device)
+        self._use(None)
 
     def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
         """Return the rows of a tree in each pass."""
@@ -215,24 +218,15 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         slots, others = self.first_grown_slot + rows.slots, self.first_grown_slot + rows.others
         return Segment(rows.tokens, positions, slots, prefix, rows.visible, np.arange(0), None, others)
 
-    def _run_segments(self, features: Tensor, segments: Sequence[Segment]) -> Tensor:
+    def _run_packed(self, features: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Return states [R, H] of rows in slots, through all layers."""
-        if not self._is_compiled():
-            packed = self._pack(segments)
-            return self._head.run(features, packed.tokens, packed.positions, partial(attend_slots, self._kv, packed))
-        assert self._head.compiled is not None
-        tokens, slots = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "slots"))
-        keys = RowKeys.of(segments, len(tokens))
-        return self._head.compiled.level(features, np.arange(len(tokens)), tokens, slots, keys, self._kv)[0]
-
-    def _is_compiled(self) -> bool:
-        """Return whether the kernels of the CPU run: on no emulated device, and not on several threads."""
-        return self._tree_slots is not None and not self.device and runs_compiled(self.draft_ids.device)
+        packed = self._pack(segments)
+        return self._head.run(features, packed.tokens, packed.positions, partial(attend_slots, self._kv, packed))
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
         is_ruled = any(context.allowed or context.logit_biases for context in contexts)
-        if not self._is_compiled() or is_ruled:
+        if self._compiled is None or is_ruled:
             return super()._grow(contexts, states)
         words = noise_words(contexts, self.ranking, len(contexts))
         if scorer_kind(words) == "filtered":
@@ -240,12 +234,13 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         starts = range(0, len(contexts), MAX_COMPILED_SESSIONS)
         parts = [slice(start, start + MAX_COMPILED_SESSIONS) for start in starts]
         of_parts = [(contexts[part], states[part], np.ascontiguousarray(words[:, part])) for part in parts]
-        return [tree for part in of_parts for tree in self._grow_compiled(*part)]
+        return [tree for part in of_parts for tree in self._grow_compiled(self._compiled, *part)]
 
-    def _grow_compiled(self, contexts: Sequence[DraftContext], states: Tensor, words: Ints) -> DraftTrees:
+    def _grow_compiled(
+        self, compiled: CompiledEagle, contexts: Sequence[DraftContext], states: Tensor, words: Ints
+    ) -> DraftTrees:
         """Grow trees by the kernels of the CPU. words: see `noise_words`."""
         assert self._tree_slots is not None
-        assert self._head.compiled is not None
         shape = self._shape(contexts, self._max_expanded)
         budgets = [within(context.budget, self.tree) for context in contexts]
         growth = LevelGrowth(self.draft_ids, words, scorer_kind(words) == "noised", budgets, shape)
@@ -254,7 +249,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         while growth.widths.any():
             sources, places = rows.add(growth)
             tokens = self.draft_ids.numpy()[growth.tokens[places]]
-            states, logits = self._head.compiled.level(states, sources, tokens, rows.slots, rows.keys, self._kv)
+            states, logits = compiled.level(states, sources, tokens, rows.slots, rows.keys, self._kv)
             growth.add(logits)
         return growth.trees([context.tokens[-1] for context in contexts])
 
@@ -276,19 +271,13 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """
         features = torch.cat([context.features for context in contexts if context.features is not None])
         features = moved(features, self.draft_ids.device, self._head.embedding.dtype)
-        states = self._extended(contexts, features)
+        attends = self._head.config.num_layers > 1
+        is_long = attends and max(map(num_features, contexts)) > MAX_KERNEL_ROWS  # torch is faster
+        run = self._packed(self._run_pairs) if is_long else self._run_new_pairs
+        states = self._run_new(contexts, features, run, attends)
         for context, state in zip(contexts, states, strict=True):
             self.sessions[context.session].state = state
         return states
-
-    def _extended(self, contexts: Sequence[DraftContext], features: Tensor) -> Tensor:
-        compiled, attends = self._head.compiled, self._head.config.num_layers > 1
-        counts = [num_features(context) for context in contexts]
-        if compiled is None or not self._is_compiled() or (attends and max(counts) > MAX_KERNEL_ROWS):
-            return self._run_new(contexts, features, self._run_pairs, attends)
-        slots = self._prefix_slots(contexts)
-        new = [new_rows(c, own, count, attends) for c, own, count in zip(contexts, slots, counts, strict=True)]
-        return compiled.extend(features, new, [last_rows(own, 1) for own in slots], self._kv)
 
     def _run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs) -> Tensor:
         """Return an ExtendPass."""

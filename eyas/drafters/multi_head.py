@@ -100,7 +100,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         features = torch.cat([context.features for context in contexts if context.features is not None])
         features = moved(features, self.draft_ids.device, self._dtype)
         if self._prefix:
-            return self._run_new(contexts, features, partial(self._run_prefix, self._prefix))
+            return self._run_new(contexts, features, self._packed(partial(self._run_prefix, self._prefix)))
         return features[upload(np.cumsum([num_features(context) for context in contexts]) - 1, features.device)]
 
     def _run_prefix(self, layer: PrefixLayer, features: Tensor, rows: PackedInputs, last: PackedInputs) -> Tensor:

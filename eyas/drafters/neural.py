@@ -66,6 +66,9 @@ log = logging.getLogger(__name__)
 # New tokens in a pass from which sessions that have to catch up wait for the next pass: its memory has a bound.
 MAX_NEW_TOKENS = 8192
 
+# Runs new rows of sessions, features [R, H], and returns the states [S, H] of their last ones.
+RowsPass = Callable[[Tensor, Sequence[Segment], Sequence[Segment]], Tensor]
+
 
 class NeuralDrafter(LocalDrafter, Generic[StateT]):
     """Drafter that admits commits, runs new positions (`_extend`), and grows or draws trees from the resulting states
@@ -220,7 +223,11 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             expansion = self.device.run(self.EXPAND_PASS, num_rows, num_cached, lambda: self._expand(roots, scorer, shape))
         return EmulatedExpansion(expansion, self.device, num_cached)
 
-    def _run_new(self, contexts: Sequence[DraftContext], features: Tensor, run: ExtendPass, attends: bool = False) -> Tensor:
+    def _packed(self, run: ExtendPass) -> RowsPass:
+        """Return a pass over packed inputs as one over segments."""
+        return lambda features, rows, last: run(features, self._pack(rows), self._pack(last))
+
+    def _run_new(self, contexts: Sequence[DraftContext], features: Tensor, run: RowsPass, attends: bool = False) -> Tensor:
         """Run the new features of each session by `run`, from a captured graph if one holds them.
 
         attends: whether all rows attend to their prefixes, and not only the last ones.
@@ -230,7 +237,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         rows = [new_rows(c, own, n, attends) for c, own, n in zip(contexts, slots, counts, strict=True)]
         last = [last_rows(own, 1) for own in slots]
         found = self._extend_graphs.extend(rows, last, features) if self._extend_graphs else None
-        return run(features, self._pack(rows), self._pack(last)) if found is None else found
+        return run(features, rows, last) if found is None else found
 
     def _pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Return segments for the attention kernel if it runs, otherwise for the plain attention."""

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eyas.config.file_values import get_setting
-from eyas.device.placement import check_device
+from eyas.device.placement import check_device, runs_compiled
 from eyas.kernels.arguments import Projected
 from eyas.models.backends.packed_weights import optimize_for_cpu
 from eyas.models.checkpoint import (
@@ -397,7 +397,7 @@ def serve(head: BlockHead, quantization: str = "") -> BlockHead:
         quantise_head(head, weight.device)
         return head
     optimize_for_cpu(head)
-    if weight.device.type == "cpu" and weight.dtype == torch.float32 and not c.conv_kernel and not c.attention_bias:
+    if runs_compiled(weight.device) and weight.dtype == torch.float32 and not c.conv_kernel and not c.attention_bias:
         head.compiled = CompiledBackbone(c, list(head.layers), head.norm, head.rotary)
     return head
 

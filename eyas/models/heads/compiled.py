@@ -35,13 +35,17 @@ class CompiledEagle:
     """
 
     def __init__(self, head: EagleHead) -> None:
+        from eyas.kernels.cpu import drafting, layers
+
+        layers.compile_kernels()
+        drafting.compile_kernels()
         self._head, self._embedding = head, head.embedding.detach().numpy()
         self._cos, self._sin = (head.rotary[:, i].contiguous().numpy() for i in range(2))
-        layers, eps = [head.layer(number) for number in range(len(head.layers))], head.config.rms_norm_eps
+        parts, eps = [head.layer(number) for number in range(len(head.layers))], head.config.rms_norm_eps
         final = torch.ones(head.config.hidden) if head.norm is None else head.norm
-        weights = [*(layer.input_norm for layer in layers[1:]), final]
+        weights = [*(layer.input_norm for layer in parts[1:]), final]
         norms = [RMSNorm(weight, eps, adds_one=False) for weight in weights if weight is not None]
-        self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(layers, norms, strict=True)]
+        self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(parts, norms, strict=True)]
         self._stack = CpuStack.of(self._layers)
 
     def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
@@ -64,6 +68,11 @@ class CompiledEagle:
         behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], RowKeys.of(last, 1))
         self._layers[deepest].finish(cpu_kernels, behind, qkv[ends], kv, deepest)
         return self._states(behind)
+
+    def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache) -> Tensor:
+        """Return states [R, H] of rows in slots, features [R, H], through all layers."""
+        tokens, slots = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "slots"))
+        return self.level(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments, len(tokens)), kv)[0]
 
     def level(
         self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any, kv: KVCache
@@ -146,6 +155,12 @@ class CompiledBackbone:
         self._context = CpuProduct.of(PackedProduct(weight))
         norms = [layer.self_attn.k_norm.weight.expand(self._num_kv, -1) for layer in layers]
         self._context_norm = self._norm(torch.cat(norms))
+
+    def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
+        """Cache new context features of sessions, see `cache_context`. Returns empty states [S, 0]."""
+        positions, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("positions", "slots"))
+        self.cache_context(features, positions, slots, kv)
+        return features.new_empty(len(last), 0)
 
     def cache_context(self, features: Tensor, positions: Ints, slots: Ints, kv: KVCache) -> None:
         """Write keys and values of context features [R, H], at positions [R], to slots [R] of every layer."""

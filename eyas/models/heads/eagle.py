@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eyas.config.file_values import get_setting
-from eyas.device.placement import check_device
+from eyas.device.placement import check_device, runs_compiled
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import LayerSlots, Projected
 from eyas.kernels.layers import layer_kernels
@@ -253,7 +253,7 @@ def load_head(
         quantise_head(head, torch.device(device))
         return head
     optimize_for_cpu(head)
-    if (dtype, device) == ("float32", "cpu") and kind != "peagle":
+    if dtype == "float32" and kind != "peagle" and runs_compiled(torch.device(device)):
         head.compiled = CompiledEagle(head)
     return head
 

@@ -189,7 +189,7 @@ def test_grown_trees_become_those_of_true_features(
 ) -> None:
     """After passes enough, whether a commit was foreseen or not, with and without time between commits."""
     if not is_compiled:
-        monkeypatch.setattr(EagleDrafter, "_is_compiled", lambda self: False)
+        monkeypatch.setattr("eyas.models.heads.eagle.runs_compiled", lambda device: False)
     drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD), make(tiny_target, tiny_head)
     first = [session("a", 9, noise), session("b", 20, noise)]
     trees = last_of(drafter, first)

@@ -72,15 +72,15 @@ def test_trees_of_a_batch_equal_the_naive_ones(noise: NoiseKey, scale: float, ti
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_kernels_grow_the_trees_of_the_plain_path(
-    kind: Literal["eagle", "eagle3"], tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+    kind: Literal["eagle", "eagle3"], tiny_target: str, tiny_head: str
 ) -> None:
     """Of more sessions than grow at a time, with budgets and noise of their own, over several commits."""
     kernels = pytest.importorskip("eyas.kernels.cpu.drafting", reason="numba is not installed")
     head = load_head(tiny_head if kind == "eagle3" else f"{tiny_head}/eagle1", tiny_target, kind=kind)
     sessions, drafts = [session(seed, 24) for seed in range(MAX_COMPILED_SESSIONS + 2)], []
     budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(2, 3), TreeBudget(9, 2), TreeBudget(1, 0)]
-    for compiled in (True, False):
-        monkeypatch.setattr("eyas.drafters.eagle.runs_compiled", lambda device, found=compiled: found)
+    for compiled in (head.compiled, None):
+        head.compiled = compiled
         drafter = EagleDrafter(head, SHAPE, DraftingConfig(ranking_temperature=0.8))
         for base, end in ((0, 1), (1, 16), (16, 18), (18, 24)):
             drafts += drafter.propose(
