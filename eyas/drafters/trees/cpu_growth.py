@@ -33,10 +33,11 @@ class LevelGrowth:
     def __init__(
         self, draft_ids: Tensor, words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], shape: TreeConfig
     ) -> None:
-        from eyas.kernels.cpu import drafting as cpu_kernels
+        from eyas.kernels.cpu import drafting as kernels
         from eyas.kernels.cpu.sampling import shared_noise
 
-        self._draft_ids, self._words, self._noise = draft_ids.numpy(), words, cpu_kernels.NO_NOISE
+        self._kernels, self._noise = kernels, kernels.NO_NOISE
+        self._draft_ids, self._words = draft_ids.numpy(), words
         self._limits, depths = limits_of(budgets)
         self._depths, sessions, k = np.minimum(depths, shape.num_steps), len(budgets), shape.top_k
         if has_noise:
@@ -51,10 +52,8 @@ class LevelGrowth:
 
     def add(self, logits: Tensor) -> None:
         """Record the children of all frontiers, float32 [R, D] session by session."""
-        from eyas.kernels.cpu.drafting import grow_level
-
         self.firsts[:] = self._counts
-        grow_level(
+        self._kernels.grow_level(
             logits.numpy(), self.num_levels, self._noise, self._words, self._limits, self._depths, self.widths,
             self.frontiers, self._counts, self._scores, self.tokens, self.parents,
         )  # fmt: skip
@@ -62,11 +61,9 @@ class LevelGrowth:
 
     def trees(self, roots: Sequence[int]) -> DraftTrees:
         """Return the trees below the roots, the target's ids."""
-        from eyas.kernels.cpu import drafting as cpu_kernels
-
         most = int(self._limits.max())
         cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
-        cpu_kernels.select_trees(
+        self._kernels.select_trees(
             self._limits, self._counts, self._draft_ids, self._scores, self.tokens, self.parents, cells, scores
         )
         return trees_of_cells(roots, cells, scores)
@@ -125,14 +122,14 @@ class CompiledGrowth:
     """
 
     def __init__(self, draft_ids: Tensor, embedding: Tensor | None = None, product: PackedProduct | None = None) -> None:
-        from eyas.kernels.cpu import drafting as cpu_kernels
+        from eyas.kernels.cpu import drafting as kernels
 
-        cpu_kernels.compile_kernels()
-        self._kernels, self._draft_ids = cpu_kernels, draft_ids.numpy()
-        self._product, self._markov = product, cpu_kernels.MarkovBias()  # the former owns the weight
+        kernels.compile_kernels()
+        self._kernels, self._draft_ids = kernels, draft_ids.numpy()
+        self._product, self._markov = product, kernels.MarkovBias()  # the former owns the weight
         if embedding is not None and product is not None:
             rows, weight = embedding.detach().contiguous().numpy(), product.weight
-            self._markov = cpu_kernels.MarkovBias(rows, weight.layout.data_ptr(), weight.is_half, 1.0 / product.scale)
+            self._markov = kernels.MarkovBias(rows, weight.layout.data_ptr(), weight.is_half, 1.0 / product.scale)
 
     def trees(
         self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int

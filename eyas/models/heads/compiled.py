@@ -39,6 +39,7 @@ class CompiledEagle:
 
         layers.compile_kernels()
         drafting.compile_kernels()
+        self._kernels = layers
         self._head, self._embedding = head, head.embedding.detach().numpy()
         self._cos, self._sin = (head.rotary[:, i].contiguous().numpy() for i in range(2))
         parts, eps = [head.layer(number) for number in range(len(head.layers))], head.config.rms_norm_eps
@@ -56,17 +57,15 @@ class CompiledEagle:
         Args:
             new, last: see `new_rows` and `last_rows` in `eyas.drafters.neural`.
         """
-        from eyas.kernels.cpu import layers as cpu_kernels
-
         tokens, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("tokens", "slots"))
         keys = RowKeys.of(new, len(tokens))
         rows, rotary = self._rows(features, np.arange(len(tokens)), tokens, slots, keys), self._rotary(keys.positions)
         deepest, ends = len(self._layers) - 1, keys.ends - 1
         for number in range(deepest):
-            self._layers[number].run(cpu_kernels, rows, rotary, kv, number)
-        qkv = self._layers[deepest].project(cpu_kernels, rows, rotary, kv, deepest)
+            self._layers[number].run(self._kernels, rows, rotary, kv, number)
+        qkv = self._layers[deepest].project(self._kernels, rows, rotary, kv, deepest)
         behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], RowKeys.of(last, 1))
-        self._layers[deepest].finish(cpu_kernels, behind, qkv[ends], kv, deepest)
+        self._layers[deepest].finish(self._kernels, behind, qkv[ends], kv, deepest)
         return self._states(behind)
 
     def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache) -> Tensor:
@@ -85,21 +84,17 @@ class CompiledEagle:
             slots: for their keys and values [R].
             keys: RowKeys of the rows.
         """
-        from eyas.kernels.cpu import layers as cpu_kernels
-
         rows, rotary = self._rows(states, sources, tokens, slots, keys), self._rotary(keys.positions)
         if self._stack:
             self._stack.run(rows, [rotary], kv)
         else:
             for number, layer in enumerate(self._layers):
-                layer.run(cpu_kernels, rows, rotary, kv, number)
+                layer.run(self._kernels, rows, rotary, kv, number)
         is_bare = self._head.config.wiring.output == "bare"
         return self._states(rows), self._head.lm_head(rows.state if is_bare else rows.normed)
 
     def _rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any) -> CpuRows:
         """Return the inputs of the first layer."""
-        from eyas.kernels.cpu import layers as cpu_kernels
-
         head, first, width = self._head, self._head.layer(0), states.shape[1]
         if head.fc is not None:
             embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
@@ -109,7 +104,7 @@ class CompiledEagle:
         assert first.hidden_norm is not None
         inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
         weights = first.hidden_norm.detach().numpy(), first.input_norm.detach().numpy()
-        cpu_kernels.pair_inputs(
+        self._kernels.pair_inputs(
             states.numpy(), sources, self._embedding, tokens, *weights, head.config.rms_norm_eps, inputs.numpy(),
             residual.numpy(),
         )  # fmt: skip
@@ -142,7 +137,9 @@ class CompiledBackbone:
     """
 
     def __init__(self, c: BlockHeadConfig, layers: Sequence[Any], norm: nn.RMSNorm, rotary: Tensor) -> None:
-        self._config, self._num_kv = c, c.num_kv_heads
+        from eyas.kernels.cpu import layers as kernels
+
+        self._kernels, self._config, self._num_kv = kernels, c, c.num_kv_heads
         self._cos, self._sin = (rotary[:, i].contiguous().numpy() for i in range(2))
         firsts = [self._norm(layer.input_layernorm.weight) for layer in layers]
         self._first, nexts = firsts[0], [*firsts[1:], self._norm(norm.weight)]
@@ -164,32 +161,28 @@ class CompiledBackbone:
 
     def cache_context(self, features: Tensor, positions: Ints, slots: Ints, kv: KVCache) -> None:
         """Write keys and values of context features [R, H], at positions [R], to slots [R] of every layer."""
-        from eyas.kernels.cpu import layers as cpu_kernels
-
         rows = self._context.multiply(features).view(len(features), -1, self._config.head_dim).numpy()
         num_keys, norm, rotary = rows.shape[1] // 2, self._context_norm, self._rotary(positions)
-        cpu_kernels.rotate(rows, self._context.by, num_keys, *rotary, norm.factors, norm.eps)
+        self._kernels.rotate(rows, self._context.by, num_keys, *rotary, norm.factors, norm.eps)
         for layer, pools in enumerate(kv.arrays):
-            cpu_kernels.store(rows, layer * self._num_kv, num_keys, *pools, slots)
+            self._kernels.store(rows, layer * self._num_kv, num_keys, *pools, slots)
 
     def run(self, embedded: Tensor, blocks: Sequence[Segment], kv: KVCache) -> Tensor:
         """Return the rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see
         each other and their prefixes.
         """
-        from eyas.kernels.cpu import layers as cpu_kernels
-
         whole = RowKeys.of(blocks, len(embedded))
         rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
         causal = whole
         if self._config.causal_windows:
             causal = RowKeys.of([block._replace(visible=None) for block in blocks], len(embedded))
-        rows.start(cpu_kernels, self._first)
+        rows.start(self._kernels, self._first)
         if self._stack and causal is whole:
             self._stack.run(rows, [rotary], kv)
             return rows.normed
         for number, layer in enumerate(self._layers):
             rows.keys = whole if layer.window is None else causal
-            layer.run(cpu_kernels, rows, rotary, kv, number)
+            layer.run(self._kernels, rows, rotary, kv, number)
         return rows.normed
 
     def _compiled(self, layer: Any, window: int | None, behind: RMSNorm) -> CpuLayer:
