@@ -1,4 +1,5 @@
-"""Triton kernels of a layer's work between its products: the functions of `eyas.kernels.plain.layers` for CUDA.
+"""Triton kernels of a layer's work between its products: the functions of `eyas.kernels.plain.layers` for CUDA, with the
+same arguments.
 
 Sums are float32. Norms and gates are rounded where transformers rounds, rotary embedding once. Launches depend on
 shapes only, so a graph can capture them. Legend as in eyas.models.layers.fused; N is the number of rows that a norm sees.
@@ -87,17 +88,7 @@ def pair_inputs(
     states: Tensor, parents: Tensor, tokens: Tensor, draft_ids: Tensor, embedding: Tensor, norms: tuple[Tensor, Tensor],
     eps: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return what the first layer of an EAGLE-3 head sees of the rows of a level: one launch.
-
-    Args:
-        states: [S, R, C] of the rows above.
-        parents: rows among these, int64 [S, W].
-        tokens: draft ids, int64 [S, W].
-        norms: weights for the embeddings and for the states.
-
-    Returns:
-        The two normed side by side, embeddings first [S * W, 2 C]; and the states as they are [S * W, C].
-    """
+    """Return what the first layer of an EAGLE-3 head sees of the rows of a level: one launch."""
     (_, above, width), rows = states.shape, tokens.numel()
     inputs = torch.empty((rows, 2 * width), dtype=states.dtype, device=states.device)
     taken = torch.empty((rows, width), dtype=states.dtype, device=states.device)
@@ -140,7 +131,7 @@ def rotate_and_store(
 
 
 def project(qkv: Tensor, heads: HeadLayout, rotary: Tensor, residual: Tensor, slots: LayerSlots | None) -> Projected:
-    """Rotate queries and keys of qkv [R, H + 2 J, D]; rotary [R, 2, D]. slots: where to write keys and values at once."""
+    """Rotate queries and keys of qkv [R, H + 2 J, D]; keys and values go to `slots` at once, if there are some."""
     tables = rotary[:, 0], rotary[:, 1]
     if slots:
         query = rotate_and_store(qkv, heads, tables, slots.keys, slots.values, slots.slots)
@@ -153,13 +144,7 @@ def project_parts(
     parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float, heads: HeadLayout | None, rotary: Tensor,
     residual: Tensor,
 ) -> Projected:  # fmt: skip
-    """Norm and rotate queries, if there are some, and keys, which have products of their own: parts [R, heads * D].
-
-    Args:
-        parts: the last one holds values.
-        weights, eps: of the norms, for plain operations.
-        heads: with the same norms laid out by head.
-    """
+    """Norm and rotate by the norms that `heads` has laid out: one launch."""
     assert heads, "the head is not served"
     return project(torch.cat(list(parts), -1).view(len(residual), -1, heads.width), heads, rotary, residual, None)
 
@@ -177,12 +162,7 @@ def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
 
 
 def convolve(rows: Tensor, base: Tensor, deltas: Tensor, side: int, block_rows: int) -> Tensor:
-    """Causal convolutions over blocks of rows [R, C], as `BlockConvolution`: one launch.
-
-    Args:
-        base: [taps, C].
-        deltas: of both sides, [R, 2, taps, groups]; `side` chooses.
-    """
+    """Causal convolutions over blocks of rows [R, C]: one launch."""
     (num_rows, width), (_, _, taps, groups), out = rows.shape, deltas.shape, torch.empty_like(rows)
     with on_device_of(rows):
         _convolve[(num_rows, triton.cdiv(width, GATE_BLOCK))](
@@ -225,7 +205,7 @@ def linear(
 
 
 def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor) -> Tensor:
-    """Return x [..., K] times a weight of 8 bits [N, K] with its scales, float32 [N], plus bias [N]: one launch."""
+    """Return x [..., K] times a weight of 8 bits with its scales, plus bias: one launch."""
     return linear(x, weight, bias, x.dtype, scales=scales)
 
 

@@ -1,6 +1,6 @@
 """Draft trees on the host in NumPy: the functions of `eyas.kernels.cpu.trees`, for installations without numba.
 
-Legend as there; D depth.
+Arguments and legend as there; D depth.
 """
 
 from __future__ import annotations
@@ -76,11 +76,7 @@ def ranges(firsts: Ints, counts: Ints) -> Ints:
 
 
 def rank_nodes(tokens: Ints, parents: Ints, candidates: Ints, scores: Floats, cumulative: Floats, expanded: Ints) -> None:
-    """Find the places of a tree's nodes among the candidates of their parents, see `GrownTree`.
-
-    tokens, parents [E], candidates, scores [E, C]. To cumulative [E] go the nodes' scores, minus infinity for one that is no
-    candidate; to expanded [E * C] the number of each candidate's node, else 0.
-    """
+    """Find the places of a tree's nodes among the candidates of their parents, see `GrownTree`."""
     above = candidates[parents] == tokens[:, None]
     above[0] = False
     places = above.argmax(1)
@@ -98,14 +94,7 @@ def best_rows(
     expanded: Ints, scores: Floats, cumulative: Floats, depths: Ints, is_exact: Bools, max_depth: int, least: float,
     repair: float, places: Ints, worths: Floats,
 ) -> int:  # fmt: skip
-    """Write the most useful candidates of a tree, see `GrownTree.useful`, to places and worths [R], the best first.
-
-    Returns how many there are.
-
-    Args:
-        least: new nodes must have more.
-        repair: added to the worth of nodes that are outdated.
-    """
+    """Write the most useful candidates of a tree, see `GrownTree.useful`, the best first. Returns how many there are."""
     number, sums = expanded.reshape(scores.shape), cumulative[:, None] + scores
     is_new = (number == 0) & (depths < max_depth - 1)[:, None] & (sums > least)
     is_outdated = (number > 0) & ~is_exact[number] & is_exact[:, None]
@@ -125,7 +114,7 @@ def best_places(scores: Floats, count: int) -> Ints:
 
 
 def mark_above(nodes: Ints, parents: Ints, seen: Bools) -> None:
-    """Mark of each row the node above it, [R], and all nodes above that but for the root: to seen [R, E], all False."""
+    """Mark of each row the node above it, and all nodes above that but for the root."""
     while nodes.any():
         seen[np.arange(len(nodes)), nodes] = True
         nodes = parents[nodes]
@@ -136,12 +125,7 @@ def merge(
     counts: Ints, sizes: Ints, tokens: Ints, parents: Ints, values: Floats, limits: Ints, depths: Ints, min_share: float,
     cells: Ints, out: Floats,
 ) -> None:  # fmt: skip
-    """Write the best nodes of each session's trees, see `eyas.drafters.combined`; outputs as of `drafting.grow_trees`.
-
-    Args:
-        counts: trees of each session [S].
-        sizes: nodes of each tree [T].
-    """
+    """Write the best nodes of each session's trees, see `eyas.drafters.combined`."""
     owners, trees = np.repeat(np.arange(len(counts)), counts), np.repeat(np.arange(len(sizes)), sizes)
     sessions, above = owners[trees], parents + (sizes.cumsum() - sizes)[trees]
     lineage = _lineage(above)
