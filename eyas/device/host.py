@@ -53,6 +53,12 @@ def has_numba() -> bool:
     return True
 
 
+@cache
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
 def num_cores() -> int:
     """Return the CPU cores that this process may use: those that it may run on, but no more than the
     quota of its container.

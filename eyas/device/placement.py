@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 
 from eyas.config import Dtype
-from eyas.device.host import has_numba, num_cores
+from eyas.device.host import has_numba, has_triton, num_cores
 from eyas.errors import ConfigError, install_command
 
 # Cores up to which one thread of torch is the default: its own threads gain nothing there. More were not measured.
@@ -18,6 +18,11 @@ MOST_CORES = 2
 def runs_compiled(device: torch.device) -> bool:
     """Return whether the kernels of numba serve this device: on the CPU, with one thread, if numba is installed."""
     return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels serve this device."""
+    return device.type != "cpu" and has_triton()
 
 
 def why_uncompiled() -> str:

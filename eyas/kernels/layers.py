@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eyas.device.placement import runs_triton
 from eyas.kernels.plain import layers as plain
 
 
@@ -15,7 +15,7 @@ def layer_kernels(x: Tensor) -> Any:
     """Return the kernels for rows of a draft head: plain ones on the CPU, without Triton, and in training, which needs
     gradients.
     """
-    if x.device.type == "cpu" or not torch.is_inference_mode_enabled() or find_spec("triton") is None:
+    if not torch.is_inference_mode_enabled() or not runs_triton(x.device):
         return plain
     from eyas.kernels.cuda import layers as compiled
 

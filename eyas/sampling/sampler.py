@@ -7,14 +7,13 @@ lowest id.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.device.placement import runs_compiled
+from eyas.device.placement import runs_compiled, runs_triton
 from eyas.device.transfer import upload
 from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, has_filters
 from eyas.kernels.noise import exponential_noise, signed
@@ -37,7 +36,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     On CUDA kernels draw all rows in one pass over the logits, if Triton is installed. On the CPU with one thread and numba
     a kernel draws those without filters.
     """
-    if logits.device.type != "cpu" and draws and find_spec("triton") is not None:
+    if draws and runs_triton(logits.device):
         from eyas.kernels.cuda.sampling import draw_rows
 
         return draw_rows(logits.contiguous(), draws)
@@ -56,7 +55,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 def warm_up(vocab_size: int, device: torch.device) -> None:
     """Prepare what `sample` runs on a device, so that the first requests do not wait for it."""
-    if device.type != "cpu" and find_spec("triton") is not None:
+    if runs_triton(device):
         from eyas.kernels.cuda import sampling as kernels
 
         kernels.warm_up(vocab_size, device)
@@ -97,7 +96,7 @@ def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) 
         logits: float32 [N, P] of the tokens from `first_id` on.
         vocab_size: of all parts.
     """
-    if logits.device.type != "cpu" and find_spec("triton") is not None:
+    if runs_triton(logits.device):
         from eyas.kernels.cuda import sampling as kernels
 
         return kernels.race(logits.contiguous(), draws, first_id, vocab_size)
@@ -123,7 +122,7 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
     has no larger one. So the two can differ only where the two best scores are closer than twice that, which has a
     probability of at most twice that: 6e-6 at g = 12.
     """
-    if found.device.type != "cpu" and find_spec("triton") is not None:
+    if runs_triton(found.device):
         from eyas.kernels.cuda import sampling as kernels
 
         return kernels.best_of_races(found, draws, vocab_size)
@@ -292,7 +291,7 @@ def rank(scores: Tensor, k: int) -> Ranked:
     if scores.shape[-1] <= MAX_SORTED:
         ordered = torch.sort(scores, dim=-1, descending=True, stable=True)
         return Ranked(ordered.values[..., :k], ordered.indices[..., :k])
-    if scores.device.type != "cpu" and k <= MAX_KERNEL_K and find_spec("triton") is not None:
+    if k <= MAX_KERNEL_K and runs_triton(scores.device):
         from eyas.kernels.cuda.sampling import top_k
 
         return Ranked(*top_k(scores, k))

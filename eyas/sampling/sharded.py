@@ -6,12 +6,12 @@ Legend: N rows, P tokens of a rank's part. Each device has its path: kernels of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from eyas.device.placement import runs_triton
 from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draw, Kept, Scale
 from eyas.sampling.sampler import filters_of, ordered_bits
 
@@ -96,7 +96,7 @@ def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: 
         low: int64 [N], see `ordered_bits`.
         borders: neighbouring numbers.
     """
-    if logits.device.type != "cpu" and find_spec("triton") is not None:
+    if runs_triton(logits.device):
         from eyas.kernels.cuda import sampling as kernels
 
         return kernels.masses_from(logits, scale, low, shift, borders)
@@ -111,7 +111,7 @@ def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
     """Return logits [N, P], which may be overwritten, with minus infinity for those that are not kept. NaN and infinity
     stay.
     """
-    if logits.device.type != "cpu" and find_spec("triton") is not None:
+    if runs_triton(logits.device):
         from eyas.kernels.cuda import sampling as kernels
 
         return kernels.kept_logits(logits, scale, kept)

@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from itertools import accumulate, pairwise, takewhile
 from typing import Protocol
 
@@ -28,9 +27,10 @@ import torch
 from torch import Tensor
 
 from eyas.config import TreeChoices, TreeConfig
+from eyas.device.placement import runs_triton
 from eyas.device.transfer import Ints, Reals, upload
 from eyas.drafters.base import DraftContext
-from eyas.drafters.trees.scoring import Scorer, Scores, draws_by_kernels, rank_children
+from eyas.drafters.trees.scoring import Scorer, Scores, rank_children
 from eyas.kernels.arguments import Frontier
 from eyas.kernels.noise import exponential_noise_at
 from eyas.protocol.commit import TreeBudget
@@ -122,9 +122,6 @@ def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int,
 
 
 def _frontier_kernel() -> Callable[[Tensor, Tensor, int, int, int, bool], Frontier]:
-    """Return the same as a kernel, if Triton is installed."""
-    if find_spec("triton") is None:
-        return find_frontier
     from eyas.kernels.cuda import drafting as tree_kernels
 
     return tree_kernels.find_frontier
@@ -152,7 +149,7 @@ class TreeGrowth:
     def step(self) -> None:
         """Expand the last level."""
         scores, before = self._scores[-1], self._ends[-1] - self._scores[-1].shape[1]
-        find = _frontier_kernel() if scores.device.type != "cpu" and self._top_k <= MAX_KERNEL_K else find_frontier
+        find = _frontier_kernel() if self._top_k <= MAX_KERNEL_K and runs_triton(scores.device) else find_frontier
         frontier = find(scores, self._tokens[-1], self._top_k, self._num_candidates, before, self.num_levels > 1)
         children = self.expansion.next(self.num_levels, frontier.rows, frontier.tokens)
         best = rank_children(children, self._num_candidates, frontier.scores)
@@ -340,7 +337,7 @@ def draw_chains(expansion: Expansion, words: Tensor, num_steps: int, proposal_to
     scores, count = expansion.first(), min(proposal_top_k, len(target_ids))
     # Of C tokens, their C probabilities, and the place of the drawn one among them.
     drawn = torch.empty(words.shape[1], num_steps, 2 * count + 1, dtype=torch.float64, device=words.device)
-    draw = _draw_kernel() if draws_by_kernels(words.device) else draw_children
+    draw = _draw_kernel() if runs_triton(words.device) else draw_children
     root = torch.zeros(words.shape[1], 1, dtype=torch.int64, device=words.device)
     for level in range(num_steps):
         assert isinstance(scores, Tensor), "chains are not ranked by a kernel of trees"

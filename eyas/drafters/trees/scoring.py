@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.device.placement import runs_triton
 from eyas.device.transfer import Ints, upload
 from eyas.drafters.base import DraftContext, Path, PathMasks
 from eyas.drafters.trees.calibration import Ranking
@@ -120,7 +120,7 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
         words: the output of `noise_words` on the device.
         probs: applies temperature and filters to logits, for "filtered".
     """
-    if draft_ids.device.type != "cpu" and find_spec("triton") is not None:
+    if runs_triton(draft_ids.device):
         return kernel_scorer(words.contiguous(), levels, draft_ids, kind, probs)
     seed, committed_length = words[:2]
     temperature, scale = words[4:6].contiguous().view(torch.float64).float()
@@ -257,16 +257,11 @@ def chain_scorer(words: Tensor, probs: ProbsFunction) -> Scorer:
         words: the output of `chain_words` on the device.
         probs: applies filters to logits. On CUDA the scores are the logits themselves, and kernels do the rest.
     """
-    if draws_by_kernels(words.device):
+    if runs_triton(words.device):
         return lambda logits, level: logits
     temperature, _, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
     filters = Filters(temperature, words[3], top_p, min_p)
     return lambda logits, level: _per_row(probs, without_nan(logits), filters).nan_to_num_(nan=0.0)
-
-
-def draws_by_kernels(device: torch.device) -> bool:
-    """Return whether kernels draw the tokens of sampled chains."""
-    return device.type != "cpu" and find_spec("triton") is not None
 
 
 def _per_row(probs: ProbsFunction, logits: Tensor, filters: Filters) -> Tensor:

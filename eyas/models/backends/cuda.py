@@ -7,7 +7,6 @@ the signature of `eyas.models.layers.attention.attend` and a ForwardBackend that
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from eyas.cache.kv_cache import KVCache, SlotMemory
 from eyas.config import EngineConfig, TreeConfig
+from eyas.device.host import has_triton
 from eyas.errors import ConfigError
 from eyas.models.backends.attention_metadata import (
     FIXED_PART,
@@ -184,7 +184,7 @@ def why_no_kernel(target: TargetModel) -> str:
 
 def why_no_kernel_for(head_width: int, heads_per_kv: int, dtype: torch.dtype) -> str:
     """Return why the kernel cannot serve heads of this layout; empty if it can."""
-    if importlib.util.find_spec("triton") is None:
+    if not has_triton():
         return "triton is not installed"
     if head_width > MAX_HEAD_WIDTH:
         return f"heads are {head_width} wide, the kernel takes {MAX_HEAD_WIDTH} at most"

@@ -11,7 +11,6 @@ Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
-from eyas.device.placement import runs_compiled
+from eyas.device.placement import runs_compiled, runs_triton
 from eyas.kernels.layers import fused_kernels
 from eyas.models.backends.cpu import CpuDecoder, CpuLayer, CpuProducts
 from eyas.models.backends.packed_weights import MergedLinearPart, PackedLinear, Product, has_kernel
@@ -228,7 +227,7 @@ def fuse_layers(model: Any) -> bool:
     decoder = model.get_decoder()
     layers = list(getattr(decoder, "layers", ()))
     on_cpu = model.device.type == "cpu"
-    if model.dtype != torch.float32 if on_cpu else importlib.util.find_spec("triton") is None:
+    if model.dtype != torch.float32 if on_cpu else not runs_triton(model.device):
         return False
     if not layers or not all(map(_can_fuse, layers)):
         return False

@@ -261,7 +261,7 @@ def test_chains_of_the_kernels_are_the_plain_ones(
     ]
     expected = plain.propose(contexts)
     for module in (scoring, tree_growth):
-        monkeypatch.setattr(module, "draws_by_kernels", lambda device: True)
+        monkeypatch.setattr(module, "runs_triton", lambda device: True)
     for ours, theirs in zip(drafter.propose(contexts), expected, strict=True):
         assert isinstance(ours, DraftTree)
         assert isinstance(theirs, DraftTree)
