@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -92,7 +91,6 @@ class BlockDrafter(NeuralDrafter[None]):
     def _use(self, compiled: CompiledBackbone | None) -> None:
         """Run the head by kernels of the CPU from now on, or as it is."""
         self._compiled, self._growth = compiled, self._compiled_growth() if compiled else None
-        self._cache_new = partial(compiled.extend, kv=self._kv) if compiled else self._packed(self._cache_context)
 
     def emulate(self, device: EmulatedDevice) -> None:
         super().emulate(device)
@@ -143,7 +141,13 @@ class BlockDrafter(NeuralDrafter[None]):
         """Cache keys and values of all new features in every layer. Trees grow from tokens alone: the states are empty."""
         features = torch.cat([context.features for context in contexts if context.features is not None])
         features = moved(features, self.draft_ids.device, self._dtype)
-        return self._run_new(contexts, features, self._cache_new)
+        if self._compiled is None:
+            return self._run_new(contexts, features, self._packed(self._cache_context))
+        all_slots, counts = self._prefix_slots(contexts), [num_features(context) for context in contexts]
+        positions = [np.arange(len(own) - n, len(own)) for own, n in zip(all_slots, counts, strict=True)]
+        slots = [own[len(own) - n :] for own, n in zip(all_slots, counts, strict=True)]
+        self._compiled.cache_context(features, np.concatenate(positions), np.concatenate(slots), self._kv)
+        return features.new_empty(len(contexts), 0)
 
     def _cache_context(self, features: Tensor, rows: PackedInputs, last: PackedInputs) -> Tensor:
         """Return an ExtendPass."""

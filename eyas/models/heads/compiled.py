@@ -153,12 +153,6 @@ class CompiledBackbone:
         norms = [layer.self_attn.k_norm.weight.expand(self._num_kv, -1) for layer in layers]
         self._context_norm = self._norm(torch.cat(norms))
 
-    def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
-        """Cache new context features of sessions, see `cache_context`. Returns empty states [S, 0]."""
-        positions, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("positions", "slots"))
-        self.cache_context(features, positions, slots, kv)
-        return features.new_empty(len(last), 0)
-
     def cache_context(self, features: Tensor, positions: Ints, slots: Ints, kv: KVCache) -> None:
         """Write keys and values of context features [R, H], at positions [R], to slots [R] of every layer."""
         rows = self._context.multiply(features).view(len(features), -1, self._config.head_dim).numpy()
