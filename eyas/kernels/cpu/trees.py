@@ -309,15 +309,15 @@ def merge(counts, sizes, tokens, parents, values, limits, depths, min_share, cel
         better, share = np.full(num, -np.inf), math.floor(min_share * limits[s])
         for t in range(counts[s]):
             first, end = starts[t], starts[t + 1]
-            ranked[: end - first] = -np.inf
+            ranked[:] = -np.inf
             for i in range(first, end):
                 if 0 < levels[i] <= depths[s]:
-                    ranked[i - first] = scores[i]
+                    # By the first node with the same path, so that ties go to the node that came first in any tree.
+                    ranked[firsts[i]] = max(ranked[firsts[i]], scores[i])
                     better[firsts[i]] = max(better[firsts[i]], scores[i])
             # Each tree first takes its share of the nodes, whatever the other tree's scores are.
-            take_best(ranked, end - first, share, is_taken)
-            for i in range(first, end):
-                is_reserved[firsts[i]] |= is_taken[i - first]
+            take_best(ranked, num, share, is_taken)
+            is_reserved |= is_taken
         is_chosen = _choose(better, is_reserved, limits[s], ranked, is_taken)
         numbers, count, t = np.zeros(num, np.int64), 0, 0
         for i in range(num):

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eyas.api.request import SamplingParams
@@ -62,7 +62,11 @@ TREES = STEPS.map(partial(grown, 7))
 SESSION = st.tuples(st.lists(TREES, max_size=2), st.builds(TreeBudget, st.integers(1, 16), st.integers(0, 5)))
 
 
+TIED = [grown(7, [(0, 6, 0.0), (0, 8, 0.0)]), grown(7, [(0, 7, 0.0), (0, 6, 0.0)])]
+
+
 @given(st.lists(SESSION, min_size=1, max_size=4), st.sampled_from([0.0, 0.2, 0.5]))
+@example([(TIED, TreeBudget(3, 1))], 0.5)
 def test_arrays_merge_as_nodes_one_by_one_do(sessions: list[tuple[list[DraftTree], TreeBudget]], floor: float) -> None:
     trees, budgets = [trees for trees, _ in sessions], [budget for _, budget in sessions]
     expected = [naive_merge(7, own, budget, floor) for own, budget in sessions]
