@@ -1,4 +1,4 @@
-"""EAGLE drafters of all generations (Li et al. 2024, 2025): committed tokens and features in, draft trees out.
+"""EAGLE-1, EAGLE-2 and EAGLE-3 (Li et al. 2024, 2025): committed tokens and features in, draft trees out.
 
 Pair i of a session joins feature i with token i + 1, at draft position i. Draft KV is cached for pairs with true features
 only: what a tree adds is dropped with it, and accepted positions are run again once their true features are known.
@@ -32,9 +32,7 @@ from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_featu
 from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
 from eyas.drafters.trees.growth import (
     Expansion,
-    IndependentExpansion,
     StaticTree,
-    ddtree_shape,
 )
 from eyas.drafters.trees.rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
@@ -55,7 +53,7 @@ MAX_COMPILED_SESSIONS = 16
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
-    """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones, P-EAGLE with all levels in one pass.
+    """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones.
 
     A session's state [H] is that of its last pair. first_grown_slot: of those for nodes of trees that grow ahead.
 
@@ -78,7 +76,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     ) -> None:
         c = head.config
         tree = static_tree.shape if static_tree else tree
-        tree = ddtree_shape(tree, c.draft_vocab_size) if c.kind == "peagle" else tree
         if tree.num_steps < 1 or tree.top_k > c.draft_vocab_size:
             raise ConfigError(
                 f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: an EAGLE drafter needs num_steps of at least "
@@ -114,12 +111,11 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """Return the rows of a tree in each pass."""
         if static_tree:
             return [len(level.expanded) for level in static_tree.levels[:-1]]
-        levels = tree.num_steps - 1
-        return [levels] if self._head.config.kind == "peagle" else [tree.top_k] * levels
+        return [tree.top_k] * (tree.num_steps - 1)
 
     def _visible(self, tree: TreeConfig) -> Bools | None:
-        """Return which rows of P-EAGLE's only pass see each other."""
-        return np.tri(tree.num_steps - 1, dtype=np.bool_) if self._head.config.kind == "peagle" else None
+        """Return which rows of a tree see each other, where that is no matter of ancestors."""
+        return None
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -127,10 +123,14 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     @property
     def work(self) -> DraftWork:
-        """The new pairs and the levels below; P-EAGLE runs all further levels as rows of one pass."""
-        config, levels = self._head.config, self.tree.num_steps
-        passes = min(levels, 2) if config.kind == "peagle" else levels
-        return DraftWork(passes, passes * config.num_layers)
+        """The new pairs and the levels below."""
+        passes = self._num_passes
+        return DraftWork(passes, passes * self._head.config.num_layers)
+
+    @property
+    def _num_passes(self) -> int:
+        """Return how many passes a tree takes."""
+        return self.tree.num_steps
 
     def can_grow(self, session: str) -> bool:
         """Return whether the session has all that a tree grows from."""
@@ -258,10 +258,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return self.sessions.claim(session, count, 0, busy) and count > 0
 
     def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        if self._head.config.kind == "peagle":
-            levels = self.tree.num_steps if isinstance(roots.cached, SlotRows) else shape.num_steps
-            rows = EagleExpansion(self._head, scorer, self._kv, roots, TreeConfig(num_steps=2, top_k=levels))
-            return IndependentExpansion(rows.parallel_logits(levels), scorer)
         return EagleExpansion(self._head, scorer, self._kv, roots, shape)
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
@@ -327,21 +323,6 @@ class EagleExpansion:
         else:
             self._states = self._run(take_rows(self._states, parents), self._head.draft_ids[tokens])
         return self._scorer(self._head.raw_logits(self._states), level)
-
-    def parallel_logits(self, num_steps: int) -> Tensor:
-        """Return logits [S, num_steps, D] of P-EAGLE: of the last pair, and of mask rows behind it, which see those before.
-
-        There must be room for num_steps rows.
-        """
-        head, count = self._head, num_steps - 1
-        assert head.mask_feature is not None
-        assert head.config.mask_token_id is not None
-        if not count:
-            return head.raw_logits(self._states)
-        tokens = torch.full((len(self._states), count), head.config.mask_token_id, device=self._states.device)
-        self._rows = self._rows.all_at_once() if isinstance(self._rows, SlotLevels) else self._rows.chain(count)
-        features = head.mask_feature.expand(len(tokens), count, -1)
-        return head.raw_logits(torch.cat([self._states, self._run(features, tokens)], 1))
 
     def _run(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Return states [S, W, H] of the newest rows: features [S, W, H], the target's token ids [S, W]."""

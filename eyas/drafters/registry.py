@@ -28,6 +28,7 @@ from eyas.drafters.lookup.prompt_lookup import prompt_lookup
 from eyas.drafters.lookup.rest import load_rest
 from eyas.drafters.lookup.suffix import SuffixDrafter
 from eyas.drafters.multi_head import MultiHeadDrafter
+from eyas.drafters.peagle import PEagleDrafter
 from eyas.drafters.trees.growth import StaticTree
 from eyas.models.backends.cuda_graphs import Capture, CudaCapture
 from eyas.models.checkpoint import Checkpoint, check_vocabulary, head_fingerprint
@@ -66,6 +67,12 @@ class DrafterParts:
     methods: MethodsConfig
     wiring: HeadWiring | None = None
     has_idle_time: bool = False
+
+    @property
+    def head_tree(self) -> TreeConfig:
+        """Return the tree with as many levels as a head may grow itself."""
+        num_steps = min(self.drafting.max_head_steps or self.tree.num_steps, self.tree.num_steps)
+        return replace(self.tree, num_steps=num_steps)
 
     def with_ahead(self, drafter: EagleDrafter) -> LocalDrafter:
         """Return the drafter, drafting ahead if the settings ask for it, or if that may pay.
@@ -134,20 +141,20 @@ def _load_eagle(parts: DrafterParts, kind: Kind) -> EagleHead:
 
 
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
-    head = _load_eagle(parts, kind)
-    num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
-    tree, is_ahead = replace(parts.tree, num_steps=num_steps), kind != "peagle" and parts.ahead_mode != "never"
+    head, is_ahead, capture = _load_eagle(parts, kind), parts.ahead_mode != "never", parts.capture()
     num_grown_slots = NUM_GROWN_SLOTS if is_ahead else 0
-    drafter = EagleDrafter(head, tree, parts.drafting, capture=parts.capture(), num_grown_slots=num_grown_slots)
+    drafter = EagleDrafter(head, parts.head_tree, parts.drafting, capture=capture, num_grown_slots=num_grown_slots)
     return parts.with_ahead(drafter) if is_ahead else drafter
+
+
+def _build_peagle(parts: DrafterParts) -> LocalDrafter:
+    return PEagleDrafter(_load_eagle(parts, "peagle"), parts.head_tree, parts.drafting, parts.capture())
 
 
 def _build_block(kind: BlockKind, parts: DrafterParts) -> LocalDrafter:
     head = load_block_head(parts.head, parts.target, parts.dtype, parts.device, parts.wiring)
     assert head.config.kind == kind, "the method was checked"
-    num_steps = min(parts.drafting.max_head_steps or parts.tree.num_steps, parts.tree.num_steps)
-    tree = replace(parts.tree, num_steps=num_steps)
-    return BlockDrafter(serve(head, parts.drafting.quantization), tree, parts.drafting, parts.capture())
+    return BlockDrafter(serve(head, parts.drafting.quantization), parts.head_tree, parts.drafting, parts.capture())
 
 
 def _build_multi_head(
@@ -208,7 +215,7 @@ _BUILDERS: Mapping[str, Method] = {
         validate=validate_head,
     ),
     "peagle": Method(
-        partial(_build_dynamic_eagle, "peagle"),
+        _build_peagle,
         features=TargetFeatures(partial(load_fuser, kind="peagle"), head_fingerprint),
         validate=partial(validate_head, kind="peagle"),
         num_steps=lambda head, tree: trained_depth(head.config),

@@ -19,6 +19,7 @@ from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.multi_head import MultiHeadDrafter
 from eyas.drafters.neural import NeuralDrafter
+from eyas.drafters.peagle import PEagleDrafter
 from eyas.drafters.trees.growth import StaticTree
 from eyas.models.backends.attention_metadata import Tiling
 from eyas.models.heads import block, block_layers
@@ -61,6 +62,8 @@ def drafter_of(method: str, tree: TreeConfig = TREE, config: DraftingConfig = CO
         patch.setattr(neural, "tiling_on", lambda device, dtype, heads_per_kv, num_kv: Tiling(heads_per_kv, num_kv, 132))
         if method.startswith(("dspark", "dflash")):
             return BlockDrafter(block_head(method), tree, config, capture)
+        if method == "peagle":
+            return PEagleDrafter(eagle_head(method), tree, config, capture)
         if "eagle" in method:
             plan = StaticTree(MethodsConfig().eagle1.tree_choices, META) if method == "eagle1" else None
             return EagleDrafter(eagle_head(method), tree, config, plan, capture, num_grown_slots=1000)

@@ -46,7 +46,7 @@ EXTENSIONS = {
     "medusa": 3, "medusa-dynamic": 3, "hydra": 3, "sps": 30,
 }  # fmt: skip
 # Of a pass over rows of trees that grow ahead.
-ROWS_AHEAD = {"eagle1": 26, "eagle2": 26, "eagle3": 28, "peagle": 70}
+ROWS_AHEAD = {"eagle1": 26, "eagle2": 26, "eagle3": 28}
 
 
 @cache

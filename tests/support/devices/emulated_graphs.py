@@ -13,6 +13,7 @@ from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.multi_head import MultiHeadDrafter
+from eyas.drafters.peagle import PEagleDrafter
 from eyas.drafters.trees.growth import StaticTree
 from eyas.models.backends.cuda_graphs import Capture, CudaCapture
 from eyas.models.heads.block import load_block_head, serve
@@ -90,7 +91,9 @@ def make(
     model = loaded(method, target, head)
     if method.startswith(("dspark", "dflash")):
         return BlockDrafter(model, tree, config, capture)
-    if method == "peagle" or method.startswith("eagle"):
+    if method == "peagle":
+        return PEagleDrafter(model, tree, config, capture)
+    if method.startswith("eagle"):
         plan = StaticTree(MethodsConfig().eagle1.tree_choices, torch.device(DEVICE)) if method == "eagle1" else None
         return EagleDrafter(model, tree, config, plan, capture)
     if method == "sps":

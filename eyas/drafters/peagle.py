@@ -1,0 +1,68 @@
+"""P-EAGLE (2602.01469): an EAGLE-3 head that drafts all levels of a tree in one pass, as rows of a mask token.
+
+Legend: S sessions, H hidden, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.config import DraftingConfig, TreeConfig
+from eyas.device.transfer import Bools
+from eyas.drafters.eagle import EagleDrafter, EagleExpansion
+from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree, ddtree_shape
+from eyas.drafters.trees.rows import Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.scoring import Scorer
+from eyas.models.backends.cuda_graphs import Capture
+from eyas.models.heads.eagle import EagleHead
+
+
+class PEagleDrafter(EagleDrafter):
+    """The best trees of levels that do not know each other's tokens (DDTree, 2604.12989).
+
+    Raises ConfigError for a tree that the head cannot grow.
+
+    Args:
+        capture: how to capture whole trees as CUDA graphs.
+    """
+
+    def __init__(self, head: EagleHead, tree: TreeConfig, config: DraftingConfig, capture: Capture | None = None) -> None:
+        super().__init__(head, ddtree_shape(tree, head.config.draft_vocab_size), config, capture=capture)
+
+    def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
+        return [tree.num_steps - 1]
+
+    def _visible(self, tree: TreeConfig) -> Bools | None:
+        return np.tri(tree.num_steps - 1, dtype=np.bool_)
+
+    @property
+    def _num_passes(self) -> int:
+        return min(self.tree.num_steps, 2)
+
+    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+        levels = self.tree.num_steps if isinstance(roots.cached, SlotRows) else shape.num_steps
+        rows = ParallelRows(self._head, scorer, self._kv, roots, TreeConfig(num_steps=2, top_k=levels))
+        return IndependentExpansion(rows.parallel_logits(levels), scorer)
+
+
+class ParallelRows(EagleExpansion):
+    """Rows of a learned feature and a mask token behind the last pair."""
+
+    def parallel_logits(self, num_steps: int) -> Tensor:
+        """Return logits [S, num_steps, D] of the last pair, and of mask rows behind it, which see those before.
+
+        There must be room for num_steps rows.
+        """
+        head, count = self._head, num_steps - 1
+        assert head.mask_feature is not None
+        assert head.config.mask_token_id is not None
+        if not count:
+            return head.raw_logits(self._states)
+        tokens = torch.full((len(self._states), count), head.config.mask_token_id, device=self._states.device)
+        self._rows = self._rows.all_at_once() if isinstance(self._rows, SlotLevels) else self._rows.chain(count)
+        features = head.mask_feature.expand(len(tokens), count, -1)
+        return head.raw_logits(torch.cat([self._states, self._run(features, tokens)], 1))
