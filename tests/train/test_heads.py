@@ -17,7 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
-from eyas.drafters.eagle import EagleDrafter, EagleExpansion
+from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.peagle import ParallelRows
 from eyas.drafters.trees.scoring import make_scorer
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import Checkpoint
@@ -313,7 +314,7 @@ def inference_logits(drafter: EagleDrafter, tokens: tuple[int, ...], features: T
     shape = TreeConfig(num_steps=2, top_k=depths)
     scorer = make_scorer([context], drafter.ranking, depths, drafter.draft_ids)
     with torch.no_grad():
-        found = EagleExpansion(drafter._head, scorer, drafter._kv, roots, shape).parallel_logits(depths)[0]
+        found = ParallelRows(drafter._head, scorer, drafter._kv, roots, shape).parallel_logits(depths)[0]
     drafter.release(["a"])
     return found
 
