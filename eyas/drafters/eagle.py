@@ -100,6 +100,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     def _use(self, compiled: CompiledEagle | None) -> None:
         """Run the head's layers by kernels of the CPU from now on, or as they are."""
         self._compiled = compiled
+        if compiled:
+            compiled.compile_kernels()
         self._run_segments = partial(compiled.run, kv=self._kv) if compiled else self._run_packed
         self._run_new_pairs = partial(compiled.extend, kv=self._kv) if compiled else self._packed(self._run_pairs)
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
 import urllib.request
@@ -246,11 +247,13 @@ def test_a_batch_goes_on_when_its_drafter_dies(tmp_path: Path) -> None:
     assert "starting it again; plain decoding goes on" in errors
 
 
-def test_a_taken_port_is_refused_before_anything_starts() -> None:
+def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = CliRunner().invoke(app, ["serve", TARGET, "--port", f"{port}"])
     assert (result.exit_code, result.output) == (1, f"error: port {port} is in use; choose another with --port\n")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

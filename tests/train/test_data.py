@@ -426,3 +426,8 @@ def test_a_binary_file_is_no_plain_text(tmp_path: Path) -> None:
     (tmp_path / "book.parquet").write_bytes(b"PAR1" + bytes(90))
     with pytest.raises(ConfigError, match="zero bytes, so it is no text"):
         prepare(TARGET, [tmp_path / "book.parquet"], tmp_path / "out", 0.1, 128, 2, 0)
+
+
+def test_conversations_need_a_chat_template(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="line 1: no chat template"):
+        prepare(tiny_target(tmp_path), [write(tmp_path / "chat.jsonl", {"messages": CHAT})], tmp_path / "out", 0.0, 64, 2, 0)

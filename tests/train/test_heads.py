@@ -211,6 +211,12 @@ def test_chunks_with_recomputation_change_no_gradient() -> None:
     torch.testing.assert_close(gradients[0], gradients[1])
 
 
+def test_all_rows_may_share_one_row_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CACHED_LOGITS", 9)
+    logits, teacher = torch.randn(5, 3, 9), torch.randn(1, 1, 9)
+    assert torch.equal(row_losses(logits, teacher, "kl"), row_losses(logits, teacher.expand(5, 1, 9), "kl"))
+
+
 @pytest.mark.parametrize("loss_type", ["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid"])
 def test_rows_that_share_a_teacher_have_its_losses(loss_type: LossType) -> None:
     generator = torch.Generator().manual_seed(0)

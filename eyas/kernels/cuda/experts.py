@@ -30,7 +30,7 @@ ROUTE_TILE = 8192  # logits that a program which routes compares at once
 
 
 def add_norms(norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm) -> tuple[Tensor, ...]:
-    """Return the residual sum and its norm, as `fused.add_norm`, and what router and experts of Gemma 4 see of it: one
+    """Return the residual sum and its norm, as `layers.add_norm`, and what router and experts of Gemma 4 see of it: one
     launch.
     """
     width, found = hidden.shape[-1], tuple(torch.empty_like(hidden) for _ in range(4))
@@ -50,7 +50,7 @@ def route(
     """Return the best experts of rows by logits [R, E], in one launch.
 
     Args:
-        gate_up, ups: of an MLP beside the experts, as `fused.gate` takes them. The same launch computes what `gate`
+        gate_up, ups: of an MLP beside the experts, as `layers.gate` takes them. The same launch computes what `gate`
             returns.
     """
     (rows, num_experts), device = logits.shape, logits.device

@@ -132,7 +132,7 @@ def merge(
     levels = (lineage[1:] != lineage[:-1]).sum(0)
     firsts = _firsts(tokens[lineage], sessions * (len(lineage) + 1) + levels)  # the first node with the same path
     scores = values[lineage].min(0)  # at most the parent's, so that the best nodes of a tree are a tree
-    drafted = np.flatnonzero((levels > 0) & (levels <= depths[sessions]))
+    drafted = np.flatnonzero((levels > 0) & (levels <= depths[sessions]) & np.isfinite(scores))
     # Each tree first takes its share of the nodes, whatever the other tree's scores are.
     share, is_reserved = np.floor(min_share * limits).astype(np.int64)[owners], np.zeros(len(tokens), np.bool_)
     own = firsts[drafted]

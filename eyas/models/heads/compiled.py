@@ -16,15 +16,13 @@ from eyas.kernels.arguments import RowKeys
 from eyas.models.backends.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack
 from eyas.models.backends.packed_weights import PackedLinear, PackedProduct
 from eyas.models.heads.block_config import BlockHeadConfig
-
-if TYPE_CHECKING:
-    from eyas.models.heads.eagle import EagleHead
-from eyas.models.heads.layers import (
-    DraftLayer,
-)
+from eyas.models.heads.layers import DraftLayer
 from eyas.models.inputs import Segment
 from eyas.models.layers.fused import merged_product
 from eyas.models.layers.norms import HeadLayout, RMSNorm
+
+if TYPE_CHECKING:
+    from eyas.models.heads.eagle import EagleHead
 
 
 class CompiledEagle:
@@ -35,10 +33,8 @@ class CompiledEagle:
     """
 
     def __init__(self, head: EagleHead) -> None:
-        from eyas.kernels.cpu import drafting, layers
+        from eyas.kernels.cpu import layers
 
-        layers.compile_kernels()
-        drafting.compile_kernels()
         self._kernels = layers
         self._head, self._embedding = head, head.embedding.detach().numpy()
         self._cos, self._sin = (head.rotary[:, i].contiguous().numpy() for i in range(2))
@@ -48,6 +44,14 @@ class CompiledEagle:
         norms = [RMSNorm(weight, eps, adds_one=False) for weight in weights if weight is not None]
         self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(parts, norms, strict=True)]
         self._stack = CpuStack.of(self._layers)
+
+    @staticmethod
+    def compile_kernels() -> None:
+        """Compile what a drafter runs, unless that is done."""
+        from eyas.kernels.cpu import drafting, layers
+
+        layers.compile_kernels()
+        drafting.compile_kernels()
 
     def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
         """Cache keys and values of new pairs, features [R, H]; the last layer runs only the last pair of each session.

@@ -220,7 +220,7 @@ def _check_kind(raw: Settings, names: set[str], asked: Kind, folder: Path) -> No
     for kind, marks in UNSUPPORTED_HEADS.items():
         is_marked = any(raw.get(mark) or mark in words for mark in marks) or any(name.endswith(marks) for name in names)
         if is_marked and not (asked == "peagle" and kind == PEAGLE):
-            raise CheckpointError(f"{folder} holds {kind}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3")
+            raise CheckpointError(f"{folder} holds {kind}; Eyas knows the heads of EAGLE-1, EAGLE-2 and EAGLE-3; take one")
 
 
 def recorded_wiring(raw: Settings, source: Path) -> HeadWiring | None:

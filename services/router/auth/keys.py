@@ -32,8 +32,9 @@ from eyas.services.router.auth.quota import KeyLimits, Quota
 
 KeyScope = Literal["generate", "models", "cluster"]
 
-# Paths that need no key: probes, metrics, the page and the description of the API. All others do.
+# Paths that need no key: probes, metrics, the page and the API's description; and where the page's files may be read.
 OPEN_PATHS = frozenset({"/", "/live", "/ready", "/health", "/ping", "/metrics", "/docs", "/openapi.json"})
+OPEN_FILES = "/playground/"
 
 # Seconds between two looks at the file of keys.
 RELOAD_INTERVAL_S = 1.0

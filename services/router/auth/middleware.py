@@ -9,8 +9,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.errors import EyasError
-from eyas.services.router.auth.keys import OPEN_PATHS, Access, ApiKeys, KeyScope
-from eyas.services.router.http.drafter_kill import KILL_PATH
+from eyas.services.router.auth.keys import OPEN_FILES, OPEN_PATHS, Access, ApiKeys, KeyScope
 from eyas.services.router.http.errors import error_response
 
 
@@ -28,7 +27,7 @@ class Authenticator:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = get_route_path(scope) if scope["type"] == "http" else "/"
-        if path in OPEN_PATHS or (path.startswith("/playground/") and path != KILL_PATH):
+        if path in OPEN_PATHS or (path.startswith(OPEN_FILES) and scope["method"] in ("GET", "HEAD")):
             await self._app(scope, receive, send)
             return
         app, access = self._app, Access()
@@ -50,6 +49,6 @@ class Authenticator:
 
 def _scope_of(path: str) -> KeyScope:
     """Return the scope that a path needs."""
-    if path == "/v1/cluster":
+    if path.startswith("/v1/cluster"):  # the route also matches the path with a line break at its end
         return "cluster"
     return "models" if path.startswith(("/v1/models", "/version")) else "generate"

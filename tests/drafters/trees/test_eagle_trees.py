@@ -77,6 +77,7 @@ def test_kernels_grow_the_trees_of_the_plain_path(
     """Of more sessions than grow at a time, with budgets and noise of their own, over several commits."""
     kernels = pytest.importorskip("eyas.kernels.cpu.drafting", reason="numba is not installed")
     head = load_head(tiny_head if kind == "eagle3" else f"{tiny_head}/eagle1", tiny_target, kind=kind)
+    assert head.compiled
     sessions, drafts = [session(seed, 24) for seed in range(MAX_COMPILED_SESSIONS + 2)], []
     budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(2, 3), TreeBudget(9, 2), TreeBudget(1, 0)]
     for compiled in (head.compiled, None):

@@ -38,6 +38,7 @@ from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.dispatch.generation import GenerationService
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
+from eyas.services.router.http.drafter_kill import KILL_PATH
 from eyas.services.router.http.listener import listen
 from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
@@ -185,6 +186,17 @@ async def test_every_route_but_open_ones_requires_a_key(url: str) -> None:
         assert {"/version", "/tokenize", "/v1/completions", "/metrics"} <= set(paths)
         answers = {path: (await get(base, path)).status_code for path in paths}
         assert {path for path, status in answers.items() if status != 401} == {*OPEN_PATHS} - {"/openapi.json"}
+        async with httpx.AsyncClient(base_url=base) as client:
+            for path in (KILL_PATH, f"{KILL_PATH}%0A"):
+                assert (await client.delete(path)).status_code == 401
+
+
+@pytest.mark.parametrize("path", ["/v1/cluster", "/v1/cluster%0A"])
+async def test_the_cluster_is_shown_to_keys_of_its_scope_only(path: str, url: str) -> None:
+    """A route also matches a path with a line break at its end."""
+    key = {"Authorization": "Bearer one"}
+    async with http_router(url, keys=ApiKeys(plain_keys(["one"], "test"))) as base, httpx.AsyncClient(headers=key) as client:
+        assert (await client.get(f"{base}{path}")).status_code == 403
 
 
 async def test_v1_requires_a_known_api_key(url: str) -> None:
