@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu.measuring import Part, Rates, Scale, median_ms
 from eyas.bench.report import Table, number
+from eyas.device.placement import runs_triton
 from eyas.kernels.arguments import Draw
 from eyas.kernels.plain import layers as plain_layers
 from eyas.models.layers.norms import HeadLayout, RMSNorm
@@ -109,7 +109,7 @@ def _between(kernels: Any, states: torch.Tensor, intermediate: int) -> Iterator[
 
 def _functions(device: torch.device) -> Any:
     """Triton's kernels on CUDA; the functions of the plain path elsewhere."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if not runs_triton(device):
         return plain_layers
     from eyas.kernels.cuda import layers as layer_kernels
 

@@ -30,10 +30,7 @@ from eyas.drafters.neural import (
 )
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
-from eyas.drafters.trees.growth import (
-    Expansion,
-    StaticTree,
-)
+from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
 from eyas.emulation.costs import PassKind

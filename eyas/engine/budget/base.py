@@ -72,14 +72,14 @@ class DraftBudget(Protocol):
 
         Args:
             decoding: requests that can have a tree.
-            num_plain: requests that decode beside them and cannot.
+            num_plain: requests that decode in the same step and cannot.
         """
         ...
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
         """Return the parts to verify of deterministic trees that came; the same objects if nothing is left out.
 
-        num_plain: requests that decode beside them.
+        num_plain: requests that decode in the same step.
         """
         ...
 

@@ -1,6 +1,7 @@
 """Draft trees on the host, compiled with numba: of a step, of a `GrownTree`, and of two drafters as one.
 
-`eyas.kernels.plain.trees` has the same functions in NumPy. Arrays are contiguous. Legend: B trees, R nodes of all of them;
+`eyas.kernels.plain.trees` has the same functions in NumPy, except `tree_words`, for which `words_of_all` of
+`eyas.models.backends.attention_metadata` stands in. Arrays are contiguous. Legend: B trees, R nodes of all of them;
 E expanded nodes and C candidates of each in a `GrownTree`; S sessions, T trees of two drafters, K nodes.
 """
 
@@ -219,7 +220,7 @@ def best_rows(expanded, scores, cumulative, depths, is_exact, max_depth, least, 
 
 @kernel(error_model="numpy")
 def mark_above(nodes, parents, seen):
-    """Mark of each row the node above it, [R], and all nodes above that but for the root: to seen [R, E], all False."""
+    """Mark of each row the node above it, [R], and all nodes above that except the root: to seen [R, E], all False."""
     for row in range(len(nodes)):
         node = nodes[row]
         while node:

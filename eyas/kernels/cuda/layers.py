@@ -150,7 +150,7 @@ def project_parts(
 
 
 def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
-    """Return the activated gates times the values beside them: one launch."""
+    """Return the activated gates times the values after them: one launch."""
     gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
     width, out = gates.shape[-1], torch.empty(gates.shape, dtype=gates.dtype, device=gates.device)
     with on_device_of(gates):

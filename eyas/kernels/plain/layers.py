@@ -64,7 +64,7 @@ def project_parts(
 
 
 def gate(gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor:
-    """Return the activated gates times the values beside them: [..., 2 I] to [..., I]. ups: the values [..., I], if they are
+    """Return the activated gates times the values after them: [..., 2 I] to [..., I]. ups: the values [..., I], if they are
     apart.
     """
     gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)

@@ -114,7 +114,7 @@ def best_places(scores: Floats, count: int) -> Ints:
 
 
 def mark_above(nodes: Ints, parents: Ints, seen: Bools) -> None:
-    """Mark of each row the node above it, and all nodes above that but for the root."""
+    """Mark of each row the node above it, and all nodes above that except the root."""
     while nodes.any():
         seen[np.arange(len(nodes)), nodes] = True
         nodes = parents[nodes]

@@ -197,7 +197,7 @@ class GenerationService:
                 except TimeoutError as error:
                     raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
                 except asyncio.CancelledError:
-                    if self._has_ended.is_set():  # `merge` raises the same; telemetry counts this one
+                    if self._has_ended.is_set():  # counted as UNAVAILABLE, not as a client that left
                         raise _stopping() from None
                     raise
 

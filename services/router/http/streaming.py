@@ -130,7 +130,10 @@ class EventStream(Response):
 
     While none comes, a comment is sent every `keepalive_interval_s`, so that no proxy closes a silent connection.
 
-    writer: of the events. first: None if there are none.
+    Args:
+        writer: makes frames of events.
+        first: the first event; None if there is none.
+        events: the others.
     """
 
     media_type = "text/event-stream"

@@ -65,10 +65,8 @@ async def test_an_unchanged_file_is_not_sent_again(url: str) -> None:
 
 
 async def test_the_playground_can_be_switched_off(url: str) -> None:
-    assert [answer.status_code for answer in await fetch(url, ["/", "/playground/playground.js"], playground=False)] == [
-        404,
-        404,
-    ]
+    answers = await fetch(url, ["/", "/playground/playground.js"], playground=False)
+    assert [answer.status_code for answer in answers] == [404, 404]
 
 
 async def cluster(url: str, key: str = "", **router: Any) -> httpx.Response:
