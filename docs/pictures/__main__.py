@@ -214,7 +214,7 @@ class Film:
 
 
 def film(url: str) -> None:
-    """Film a race, then a run in which the drafter is killed."""
+    """Film a race, then a run in which the drafter is killed, up to the moment when the text has drafts again."""
     with opened(url) as page:
         page.show_as(1200, 740, "light")
         page.run("document.querySelector('#seed').value = 7; document.querySelector('#form').requestSubmit()")
@@ -225,8 +225,6 @@ def film(url: str) -> None:
         scene.hold(2.0)
         page.run("document.querySelector('#kill').click()")
         scene.until("!!document.querySelector('#death.back')", LONGEST_RUN_S, faster=4.0)
-        scene.until("document.querySelector('#status').textContent !== 'Running'", LONGEST_RUN_S, faster=8.0)
-        page.run("document.querySelector('#replay').click()")
         scene.hold(3.0)
         scene.save(HERE / "playground.gif")
 
