@@ -33,7 +33,7 @@ def test_a_stream_survives_the_death_of_its_drafter(tmp_path: Path, tmp_path_fac
         try:
             assert process.stdout is not None
             output = ""
-            while "Serving the demo model" not in output:
+            while "Serving demo at" not in output:
                 output += process.stdout.readline()
                 assert process.poll() is None
             assert len(READY.findall(output)) == 3
