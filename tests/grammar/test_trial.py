@@ -20,6 +20,7 @@ from eyas.grammar import trial as grammar_trial
 from eyas.grammar.compiler import GrammarCompiler
 from tests.support.tiny import DEMO
 
+FIRST = StructuredOutputs(regex="the first that a compiler of these tests tries")
 KillTrial = Callable[[signal.Signals], tuple[GrammarCompiler, BaseException | None]]
 
 
@@ -105,22 +106,27 @@ def test_a_trial_ends_at_its_limit_of_processor_time(monkeypatch: pytest.MonkeyP
     with pytest.raises(InvalidRequest, match=r"takes more than 0\.3 s to compile; simplify it") as caught:
         refused.result()
     assert caught.value.param == "structured_outputs"
-    assert not compiler.submit(SLOW).done(), "a busy machine may have been the cause, so it is tried again"
+    again = compiler.submit(SLOW)
+    assert not again.done(), "a busy machine may have been the cause, so it is tried again"
+    assert again.exception()
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
-    """The processes of the trials that a test starts."""
-    processes: list[subprocess.Popen[bytes]] = []
-    start = grammar_trial.start_child
+def tried_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[GrammarCompiler], subprocess.Popen[bytes]]:
+    """Lets a compiler try its first grammar; returns the process that did. Those of other tests may still be at work."""
+    translate, users = grammar_trial.GrammarTrials.translate, list[grammar_trial.GrammarTrials]()
 
-    def start_child() -> grammar_trial.TrialProcess:
-        child = start()
-        processes.append(child.process)
-        return child
+    def recorded(self: grammar_trial.GrammarTrials, structured: StructuredOutputs, seconds: float) -> str:
+        if structured.regex == FIRST.regex:
+            users.append(self)
+        return translate(self, structured, seconds)
 
-    monkeypatch.setattr(grammar_trial, "start_child", start_child)
-    return processes
+    def tried(compiler: GrammarCompiler) -> subprocess.Popen[bytes]:
+        compiler.compile(FIRST)
+        return users.pop().idle[-1].process
+
+    monkeypatch.setattr(grammar_trial.GrammarTrials, "translate", recorded)
+    return tried
 
 
 def processor_time(process: subprocess.Popen[bytes]) -> int:
@@ -129,14 +135,15 @@ def processor_time(process: subprocess.Popen[bytes]) -> int:
 
 
 @pytest.fixture
-def kill_trial(started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> KillTrial:
+def kill_trial(
+    tried_first: Callable[[GrammarCompiler], subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> KillTrial:
     """Returns the compiler and the error of a grammar whose trial gets a signal."""
     monkeypatch.setattr("eyas.grammar.compiler.COMPILE_SECONDS", 600.0)  # the signal comes first, however late
 
     def kill(number: signal.Signals) -> tuple[GrammarCompiler, BaseException | None]:
         compiler = new_compiler()
-        compiler.compile(StructuredOutputs(regex="first"))
-        (child,) = started
+        child = tried_first(compiler)
         before = processor_time(child)
         future = compiler.submit(SLOW)
         while processor_time(child) == before:
@@ -197,10 +204,9 @@ def test_a_grammar_is_blamed_for_a_trial_that_ends(command: str, kind: type[Eyas
     assert type(error) is kind
 
 
-def test_a_trial_ends_with_its_compiler(started: list[subprocess.Popen[bytes]]) -> None:
+def test_a_trial_ends_with_its_compiler(tried_first: Callable[[GrammarCompiler], subprocess.Popen[bytes]]) -> None:
     compiler = new_compiler()
-    compiler.compile(StructuredOutputs(regex="first"))
-    (child,) = started
+    child = tried_first(compiler)
     assert child.poll() is None
     del compiler
     gc.collect()
