@@ -86,16 +86,23 @@ def values_table() -> str:
 
 
 def methods_table() -> str:
-    """Return the table of drafting methods: what each needs and does, and two of them together."""
-    heads = ("method", "needs", "features", "`rejection`", "shared noise", "CUDA graphs", "drafting ahead", "in A+B")
-    lines = [heads, ("---",) * len(heads)]
-    for name, facts in METHOD_FACTS.items():
-        has_model, needed = bool(facts.head), facts.head or facts.optional_head or "nothing"
-        graphs, paired = ("yes", "without a second head") if has_model else ("not needed", "yes")
-        does = ("features" in facts.needs, has_model, facts.has_probs)
-        words = ["yes" if each else "no" for each in (*does, facts.drafts_ahead)]
-        lines.append((f"`{name}`", needed, *words[:3], graphs, words[3], paired))
-    lines.append(("`A+B`", "one head at most", "as its parts", "no", *("as its parts",) * 3, "no"))
+    """Return the table of drafting methods, with a last row for two of them together."""
+    words = ("no", "yes")
+    rows = [
+        {
+            "method": f"`{name}`",
+            "needs": facts.head or facts.optional_head or "nothing",
+            "features": words["features" in facts.needs],
+            "`rejection`": words[bool(facts.head)],
+            "shared noise": words[facts.has_probs],
+            "CUDA graphs": "yes" if facts.head else "not needed",
+            "drafting ahead": words[facts.drafts_ahead],
+            "in A+B": "without a second head" if facts.head else "yes",
+        }
+        for name, facts in METHOD_FACTS.items()
+    ]
+    pair = ("`A+B`", "one head at most", "as its parts", "no", *("as its parts",) * 3, "no")
+    lines = [(*rows[0],), ("---",) * len(pair), *(row.values() for row in rows), pair]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

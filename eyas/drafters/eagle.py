@@ -113,7 +113,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return [tree.top_k] * (tree.num_steps - 1)
 
     def _visible(self, tree: TreeConfig) -> Bools | None:
-        """Return which rows of a tree see each other, where that is no matter of ancestors."""
+        """Return which rows of a tree see each other, [R, R]; None where each sees its ancestors."""
         return None
 
     @property

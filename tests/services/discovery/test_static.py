@@ -1,5 +1,7 @@
 """Workers found by a list: who answers is live, who only looks alive is not."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -11,11 +13,12 @@ from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import leases_from_proto
 from eyas.rpc.messages import Lease, Load
 from eyas.rpc.server import RpcServer
+from eyas.services.discovery.base import Discovery
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.local.cluster import free_port
 from eyas.v1.worker_pb2 import StatusRequest
 from eyas.v1.worker_pb2_grpc import WorkerStub
-from tests.support.services.pods import discovering, names, pod_router, pod_worker, settings
+from tests.support.services.pods import Worker, discovering, names, pod_router, pod_worker, settings
 from tests.support.services.scripted_verifier import CALL, MODEL, REST, send, tokens_of, until
 
 
@@ -77,29 +80,32 @@ async def test_a_killed_worker_is_dropped_and_its_successor_is_new() -> None:
             await until(lambda: names(discovery) == {second.incarnation})
 
 
-async def test_a_healthy_worker_that_answers_nothing_is_dropped() -> None:
+@asynccontextmanager
+async def silent_worker(stale_after_s: float) -> AsyncIterator[tuple[Worker, Discovery]]:
+    """A worker that was found and answers nothing now, and the discovery that found it."""
     async with pod_worker() as worker:
-        config = settings("static", verifiers=(worker.address,), probe_timeout_s=0.05, stale_after_s=0.2)
+        config = settings("static", verifiers=(worker.address,), probe_timeout_s=0.05, stale_after_s=stale_after_s)
         async with discovering(config) as discovery:
             await until(lambda: names(discovery) == {worker.incarnation})
             worker.gate.clear()
-            await until(lambda: not names(discovery))
-            async with open_channel(worker.address) as channel:
-                health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-            assert health.status == health_pb2.HealthCheckResponse.SERVING
-            worker.gate.set()
-            await until(lambda: names(discovery) == {worker.incarnation})
+            yield worker, discovery
+
+
+async def test_a_healthy_worker_that_answers_nothing_is_dropped() -> None:
+    async with silent_worker(stale_after_s=0.2) as (worker, discovery):
+        await until(lambda: not names(discovery))
+        async with open_channel(worker.address) as channel:
+            health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.SERVING
+        worker.gate.set()
+        await until(lambda: names(discovery) == {worker.incarnation})
 
 
 async def test_one_slow_answer_does_not_cost_a_worker_its_place() -> None:
-    async with pod_worker() as worker:
-        config = settings("static", verifiers=(worker.address,), probe_timeout_s=0.05, stale_after_s=600.0)
-        async with discovering(config) as discovery:
-            await until(lambda: names(discovery) == {worker.incarnation})
-            worker.gate.clear()
-            asked = worker.num_asked
-            await until(lambda: worker.num_asked >= asked + 3)
-            assert names(discovery) == {worker.incarnation}
+    async with silent_worker(stale_after_s=600.0) as (worker, discovery):
+        asked = worker.num_asked
+        await until(lambda: worker.num_asked >= asked + 3)
+        assert names(discovery) == {worker.incarnation}
 
 
 async def test_a_worker_of_another_role_is_no_worker_of_this_one(caplog: pytest.LogCaptureFixture) -> None:
