@@ -32,10 +32,11 @@ from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_featu
 from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
-from eyas.drafters.trees.scoring import Scorer, Scores, make_scorer, noise_words, rank_children, scorer_kind
+from eyas.drafters.trees.scoring import Scorer, Scores, make_scorer, noise_words, scorer_kind
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, on_host
 from eyas.errors import ConfigError
+from eyas.kernels.arguments import Ranked
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.backends.cuda_graphs import Capture
@@ -43,7 +44,6 @@ from eyas.models.heads.compiled import CompiledEagle
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.protocol.tree import DraftTree, DraftTrees
-from eyas.sampling.sampler import Ranked
 
 # Sessions whose trees grow together on the CPU. Their rows have slots of the KV cache.
 MAX_COMPILED_SESSIONS = 16
@@ -147,7 +147,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     def _best_next(self, contexts: Sequence[DraftContext], states: Tensor, num_candidates: int) -> Ranked:
         """Return the best next tokens [S, C] by the states [S, H] behind the contexts' last tokens."""
         scorer = make_scorer(contexts, self.ranking, 1, self.draft_ids)
-        best = rank_children(scorer(self._head.raw_logits(states[:, None]), 0), num_candidates)
+        best = scorer(self._head.raw_logits(states[:, None]), 0).best(num_candidates)
         return Ranked(*(column[:, 0] for column in best))
 
     @torch.inference_mode()

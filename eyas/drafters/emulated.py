@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
-from eyas.drafters.trees.growth import (
-    Expansion,
-)
-from eyas.drafters.trees.scoring import (
-    Scores,
-)
+from eyas.drafters.trees.growth import Expansion
+from eyas.drafters.trees.scoring import Scores
 from eyas.emulation.device import EmulatedDevice, on_host
 
 
@@ -26,12 +24,12 @@ class EmulatedExpansion:
         self._device, self._num_cached = device, num_cached
 
     def first(self) -> Scores:
-        scores = self.expansion.first()
-        assert isinstance(scores, Tensor), "an emulated device has no kernels"
-        return self._device.on_device(scores)
+        return self._on_device(self.expansion.first())
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
         inputs = level, on_host(parents), on_host(tokens)
         scores = self._device.run("draft_level", tokens.numel(), self._num_cached, lambda: self.expansion.next(*inputs))
-        assert isinstance(scores, Tensor), "an emulated device has no kernels"
-        return self._device.on_device(scores)
+        return self._on_device(scores)
+
+    def _on_device(self, scores: Scores) -> Scores:
+        return replace(scores, logits=self._device.on_device(scores.logits))

@@ -51,6 +51,8 @@ from eyas.drafters.trees.scoring import (
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, emulated_device
 from eyas.kernels.arguments import LayerSlots, Projected
+from eyas.kernels.probabilities import filtering
+from eyas.kernels.sampling import MAX_SORTED, rank
 from eyas.models.backends.attention_metadata import pack_with_metadata, tight_shape
 from eyas.models.backends.cuda import tiling_on, why_no_kernel_for
 from eyas.models.backends.cuda_graphs import Capture, padded_size
@@ -59,7 +61,6 @@ from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.layers.attention import attend
 from eyas.protocol.commit import ResyncRequired
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.sampler import MAX_SORTED, filtering, rank
 
 log = logging.getLogger(__name__)
 

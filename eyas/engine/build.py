@@ -24,6 +24,7 @@ from eyas.engine.runner import ModelRunner, slot_width
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.kernels.choice import tree_kernels
+from eyas.kernels.sampling import sampling_kernels
 from eyas.models.backends.base import BackendPlan, ForwardBackend
 from eyas.models.backends.cpu import share_layers
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
@@ -36,7 +37,6 @@ from eyas.models.parallel.commands import InitKVCache
 from eyas.models.parallel.shards import Shard
 from eyas.models.parallel.workers import RankInfo, TargetWorkers, Worker, start_workers
 from eyas.models.target import TargetModel
-from eyas.sampling.sampler import warm_up
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
 FOR_WEIGHTS = "free some memory, take a smaller or a quantised model, or raise engine.tensor_parallel_size"
@@ -113,7 +113,7 @@ def assemble_engine(
             if engine.emulated_device:
                 backend = EmulatedBackend(backend, emulated_device(engine.emulated_device, target.device, clock))
             runner = ModelRunner(target, kv_cache, fuser, backend, workers)
-    warm_up(target.vocab_size, target.device)
+    sampling_kernels(torch.empty(0, device=target.device)).warm_up(target.vocab_size, target.device)
     workers.before_close(partial(release_backend, runner.backend))
     scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
     draft_manager = DraftManager(drafter, runner, engine.acceptance)

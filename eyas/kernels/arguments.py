@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,11 @@ from eyas.device.transfer import Bools, Floats, Ints
 from eyas.protocol.commit import NoiseKey
 
 if TYPE_CHECKING:
+    from eyas.kernels.probabilities import Filters
     from eyas.models.inputs import Segment
+
+# Applies temperature and filters, see `kernels.probabilities`, to logits [N, D]: probabilities of the same shape.
+ProbsFunction: TypeAlias = "Callable[[Tensor, Filters], Tensor]"
 
 MIN_TEMPERATURE = 1e-6
 # A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
@@ -100,6 +104,17 @@ class Kept(NamedTuple):
     before: Tensor
     wanted: Tensor
     min_p: Tensor
+
+
+# Candidates up to which the kernels, which find one after the other, are faster than torch.topk.
+MAX_KERNEL_K = 64
+
+
+class Ranked(NamedTuple):
+    """The k highest scores of each row, best first, and their ids."""
+
+    scores: Tensor
+    ids: Tensor
 
 
 class Frontier(NamedTuple):

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from eyas.api.request import TokenLogprob
 from eyas.device.transfer import Ints, upload
+from eyas.kernels.sampling import rank
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, LogitRows
 from eyas.sampling.rejection import SiblingVerdicts
-from eyas.sampling.sampler import rank
 
 # Rows that are ranked at once: a long prompt must not need its own size of temporary tensors.
 BLOCK = 64

@@ -26,9 +26,9 @@ from torch import Tensor
 from eyas.device.transfer import upload
 from eyas.kernels.arguments import Draw
 from eyas.kernels.noise import uniform_noise
+from eyas.kernels.probabilities import draw_tokens, target_probs
 from eyas.protocol.tree import DraftProbs, DraftTree
 from eyas.sampling.acceptance import LogitRows
-from eyas.sampling.sampler import draw_tokens, target_probs
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Top-p and min-p where each rank holds a part of the vocabulary: a search for the last logit that is kept.
 
-Legend: N rows, P tokens of a rank's part. Each device has its path: kernels of Triton, or operations of torch.
+Legend: N rows, P tokens of a rank's part.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eyas.device.placement import runs_triton
-from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draw, Kept, Scale
-from eyas.sampling.sampler import filters_of, ordered_bits
+from eyas.kernels.arguments import MIN_TEMPERATURE, Draw, Kept, Scale
+from eyas.kernels.plain.sampling import ordered_bits
+from eyas.kernels.probabilities import filters_of
+from eyas.kernels.sampling import sampling_kernels
 
 # The search of `likely_logits`: each level divides the range in 16 parts, 2**shift wide. Ranks add up the mass above each of
 # the 15 borders. In the end each rank needs two masses of its own: from the last kept logit on, and above it.
@@ -51,13 +52,13 @@ def likely_logits(logits: Tensor, draws: Sequence[Draw], rank: int, num_ranks: i
     last = lowest
     if any(draw.key.top_p < 1 for draw in draws):
         last, wanted = _last_kept(logits, scale, lowest, filters.top_p)
-        own = masses_from(logits, scale, last, 0, LAST_BORDERS)
+        own = sampling_kernels(logits).masses_from(logits, scale, last, 0, LAST_BORDERS)
         parts = [torch.empty_like(own) for _ in range(num_ranks)]
         dist.all_gather(parts, own)
         reached, above = torch.stack(parts).unbind(-1)
         before = above.sum(0) + (reached - above)[:rank].sum(0)
         last = torch.where(filters.top_p < 1, last, lowest)
-    return kept_logits(logits, scale, Kept(last, before, wanted, filters.min_p))
+    return sampling_kernels(logits).kept_logits(logits, scale, Kept(last, before, wanted, filters.min_p))
 
 
 def warm_up_search(logits: Tensor) -> None:
@@ -65,15 +66,15 @@ def warm_up_search(logits: Tensor) -> None:
     scale = Scale(largest_logits(logits), torch.ones_like(logits[:, 0]))
     none = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     for borders in (SEARCH_BORDERS, LAST_BORDERS):
-        masses_from(logits, scale, none, 0, borders)
-    kept_logits(logits, scale, Kept(none, none, none, scale.temperature))
+        sampling_kernels(logits).masses_from(logits, scale, none, 0, borders)
+    sampling_kernels(logits).kept_logits(logits, scale, Kept(none, none, none, scale.temperature))
 
 
 def _last_kept(logits: Tensor, scale: Scale, lowest: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
     """Return the bits of the last logit that top-p keeps, and the wanted mass; int64 [N] each."""
     last, wanted = lowest, None
     for shift in SEARCH_SHIFTS:
-        found = masses_from(logits, scale, last, shift, SEARCH_BORDERS)
+        found = sampling_kernels(logits).masses_from(logits, scale, last, shift, SEARCH_BORDERS)
         dist.all_reduce(found)
         if wanted is None:
             # Nothing is below the first border, or it lies at -3e29 or lower and the largest logit above 3e29: without mass.
@@ -86,46 +87,3 @@ def _last_kept(logits: Tensor, scale: Scale, lowest: Tensor, top_p: Tensor) -> t
 def largest_logits(logits: Tensor) -> Tensor:
     """Return the largest logit of each row [N]; infinity if the row holds NaN, and the lowest number if it holds none."""
     return logits.amax(-1).nan_to_num_(nan=torch.inf, posinf=torch.inf)
-
-
-def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
-    """Return the mass of the tokens whose bits are at least low + border * 2**shift, for each border: int64 [N, borders].
-
-    Args:
-        logits: float32 [N, P].
-        low: int64 [N], see `ordered_bits`.
-        borders: neighbouring numbers.
-    """
-    if runs_triton(logits.device):
-        from eyas.kernels.cuda import sampling as kernels
-
-        return kernels.masses_from(logits, scale, low, shift, borders)
-    places = (ordered_bits(logits).long() - low[:, None]) >> shift
-    places.clamp_(borders.start - 1, borders.stop - 1).sub_(borders.start - 1)
-    masses = torch.zeros(len(logits), len(borders) + 1, dtype=torch.int64, device=logits.device)
-    masses.scatter_add_(1, places, _masses(_weights(logits, scale)))
-    return masses.flip(1).cumsum(1).flip(1)[:, 1:].contiguous()
-
-
-def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
-    """Return logits [N, P], which may be overwritten, with minus infinity for those that are not kept. NaN and infinity
-    stay.
-    """
-    if runs_triton(logits.device):
-        from eyas.kernels.cuda import sampling as kernels
-
-        return kernels.kept_logits(logits, scale, kept)
-    bits, weights = ordered_bits(logits), _weights(logits, scale)
-    is_last = bits == kept.last[:, None]
-    before = kept.before[:, None] + (is_last.cumsum(1) - 1) * _masses(weights)
-    is_kept = (bits > kept.last[:, None]) | (is_last & (before < kept.wanted[:, None]))
-    return logits.masked_fill((logits < torch.inf) & ~(is_kept & (weights >= kept.min_p[:, None])), -torch.inf)
-
-
-def _weights(logits: Tensor, scale: Scale) -> Tensor:
-    numbers = logits.masked_fill(~(logits < torch.inf), -torch.inf)
-    return torch.exp((numbers - scale.largest[:, None]) / scale.temperature[:, None])
-
-
-def _masses(weights: Tensor) -> Tensor:
-    return (weights * 2.0**MASS_BITS).long()

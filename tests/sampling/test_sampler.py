@@ -12,8 +12,10 @@ from eyas.api.request import SamplingParams
 from eyas.api.validation import MAX_SEED
 from eyas.kernels.arguments import Draw, Draws
 from eyas.kernels.noise import exponential_noise
+from eyas.kernels.probabilities import Filters, filtered_probs, target_probs
+from eyas.kernels.sampling import rank
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.sampler import Filters, filtered_probs, rank, sample, target_probs
+from eyas.sampling.sampler import sample
 from tests.support import reference
 from tests.support.devices.device_syncs import Waits
 

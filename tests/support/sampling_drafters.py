@@ -9,8 +9,8 @@ from torch import Tensor
 from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.kernels.noise import exponential_noise
+from eyas.kernels.probabilities import filtered_probs, filtering, filters_of
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
-from eyas.sampling.sampler import filtered_probs, filtering, filters_of
 from tests.support import reference
 
 

@@ -29,9 +29,9 @@ from eyas.drafters.trees.growth import forest_trees
 from eyas.kernels.arguments import MIN_TEMPERATURE
 from eyas.kernels.noise import exponential_noise_at, signed
 from eyas.kernels.plain.trees import first_of_groups
+from eyas.kernels.probabilities import filtered_probs, filtering, filters_of
 from eyas.protocol.commit import NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees
-from eyas.sampling.sampler import filtered_probs, filtering, filters_of
 
 # Most leaves of a tree that are continued.
 MAX_CONTINUED = 8

@@ -48,12 +48,12 @@ from eyas.drafters.trees.scoring import (
     scorer_kind,
 )
 from eyas.errors import ConfigError
+from eyas.kernels.probabilities import filtered_probs_no_sync
 from eyas.models.backends.attention_metadata import bucket_shape, build_words, max_words, view
 from eyas.models.backends.cuda_graphs import MAX_GRAPH_ROWS, Capture, Out, padded_size, row_buckets
 from eyas.models.inputs import MetadataShape, PackedInputs, Segment
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees
-from eyas.sampling.sampler import filtered_probs_no_sync
 
 # Columns of a tree that `select_columns` returns.
 NUM_RESULTS = 5

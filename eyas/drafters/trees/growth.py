@@ -15,7 +15,7 @@ K nodes of all sessions together.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, takewhile
@@ -27,22 +27,21 @@ import torch
 from torch import Tensor
 
 from eyas.config import TreeChoices, TreeConfig
-from eyas.device.placement import runs_triton
 from eyas.device.transfer import Ints, Reals, upload
 from eyas.drafters.base import DraftContext
-from eyas.drafters.trees.scoring import Scorer, Scores, rank_children
-from eyas.kernels.arguments import Frontier
-from eyas.kernels.noise import exponential_noise_at
+from eyas.drafters.trees.scoring import Scorer, Scores
+from eyas.kernels.arguments import Ranked
+from eyas.kernels.drafting import drafting_kernels
+from eyas.kernels.sampling import rank
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftProbs, DraftTree, DraftTrees, SampledProposal
-from eyas.sampling.sampler import MAX_KERNEL_K, Ranked, exponential_race, rank
 
 
 class Expansion(Protocol):
     """A draft model in the middle of growing trees."""
 
     def first(self) -> Scores:
-        """Return scores float32 [S, 1, D] of the root's children."""
+        """Return scores [S, 1, D] of the root's children."""
         ...
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
@@ -53,7 +52,7 @@ class Expansion(Protocol):
             tokens: draft vocabulary ids, [S, W].
 
         Returns:
-            Float32 [S, W, D]; or [S, 1, D] if the scores are the same below all of the frontier.
+            Scores [S, W, D]; or [S, 1, D] if they are the same below all of the frontier.
         """
         ...
 
@@ -105,28 +104,6 @@ class Candidates:
     ends: tuple[int, ...]
 
 
-def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool) -> Frontier:
-    """Return the `top_k` best candidates of a level: scores and tokens [S, P], num_children for each node of the frontier
-    before.
-
-    Args:
-        before: candidates of the levels above.
-        has_parents: whether there is a frontier before, and not only the root.
-    """
-    best = rank(scores, top_k)
-    # Candidate c of the level before is a child of frontier row c // num_children.
-    rows = best.ids // num_children if has_parents else torch.zeros_like(best.ids)
-    # Candidate numbers begin at 1, and 0 is the root: parents of the children to come, [S, top_k * num_children].
-    parents = (before + 1 + best.ids).repeat_interleave(num_children, dim=1)
-    return Frontier(best.scores, tokens.gather(1, best.ids), rows, parents)
-
-
-def _frontier_kernel() -> Callable[[Tensor, Tensor, int, int, int, bool], Frontier]:
-    from eyas.kernels.cuda import drafting as tree_kernels
-
-    return tree_kernels.find_frontier
-
-
 class TreeGrowth:
     """Dynamic trees that grow level by level.
 
@@ -137,7 +114,7 @@ class TreeGrowth:
         self.expansion = expansion
         self._top_k = top_k
         self._num_candidates = num_candidates
-        best = Ranked(*(column[:, 0] for column in rank_children(expansion.first(), num_candidates)))
+        best = Ranked(*(column[:, 0] for column in expansion.first().best(num_candidates)))
         self._tokens, self._scores, self._parents = [best.ids], [best.scores], [torch.zeros_like(best.ids)]
         self._ends = [num_candidates]
 
@@ -149,10 +126,11 @@ class TreeGrowth:
     def step(self) -> None:
         """Expand the last level."""
         scores, before = self._scores[-1], self._ends[-1] - self._scores[-1].shape[1]
-        find = _frontier_kernel() if self._top_k <= MAX_KERNEL_K and runs_triton(scores.device) else find_frontier
-        frontier = find(scores, self._tokens[-1], self._top_k, self._num_candidates, before, self.num_levels > 1)
+        frontier = drafting_kernels(scores).find_frontier(
+            scores, self._tokens[-1], self._top_k, self._num_candidates, before, self.num_levels > 1
+        )
         children = self.expansion.next(self.num_levels, frontier.rows, frontier.tokens)
-        best = rank_children(children, self._num_candidates, frontier.scores)
+        best = children.best(self._num_candidates, frontier.scores)
         # best.ids [S, 1, C] if one row of scores serves all nodes, else [S, top_k, C]; recorded [S, top_k * C].
         self._tokens.append(best.ids.expand(-1, self._top_k, -1).flatten(1))
         self._scores.append(best.scores.flatten(1))
@@ -241,7 +219,7 @@ class StaticTree:
 def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candidates:
     """Return the first `num_steps` levels of `tree`: its nodes are the candidates."""
     scored, levels, num_rows = expansion.first(), tree.levels[:num_steps], 1
-    best = rank_children(scored, levels[0].max_children)
+    best = scored.best(levels[0].max_children)
     sessions, device = len(best.ids), best.ids.device
     tokens = torch.zeros(sessions, 1, dtype=torch.int64, device=device)
     scores = torch.zeros(sessions, 1, device=device)
@@ -250,7 +228,7 @@ def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candi
             above = levels[i - 1]
             num_rows = len(above.expanded)
             scored = expansion.next(i, above.expanded_rows.expand(sessions, -1), tokens[:, above.expanded])
-            best = rank_children(scored, level.max_children)
+            best = scored.best(level.max_children)
         best = Ranked(*(column.expand(-1, num_rows, -1) for column in best))
         # best [S, expanded nodes, max_children]; a node takes its rank among its parent's children.
         tokens = torch.cat([tokens, best.ids[:, level.rows, level.ranks]], 1)
@@ -337,34 +315,14 @@ def draw_chains(expansion: Expansion, words: Tensor, num_steps: int, proposal_to
     scores, count = expansion.first(), min(proposal_top_k, len(target_ids))
     # Of C tokens, their C probabilities, and the place of the drawn one among them.
     drawn = torch.empty(words.shape[1], num_steps, 2 * count + 1, dtype=torch.float64, device=words.device)
-    draw = _draw_kernel() if runs_triton(words.device) else draw_children
+    draw_children = drafting_kernels(words).draw_children
     root = torch.zeros(words.shape[1], 1, dtype=torch.int64, device=words.device)
     for level in range(num_steps):
-        assert isinstance(scores, Tensor), "chains are not ranked by a kernel of trees"
-        tokens = draw(scores, words, level, count, target_ids, drawn)
+        assert scores.probs is not None, "the scorer is not one of chains"
+        tokens = draw_children(scores.logits, words, level, target_ids, drawn, scores.probs)
         if level + 1 < num_steps:
             scores = expansion.next(level + 1, root, tokens)
     return drawn
-
-
-def draw_children(scores: Tensor, words: Tensor, level: int, k: int, draft_ids: Tensor, drawn: Tensor) -> Tensor:
-    """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
-
-    scores: probabilities [S, 1, D].
-    """
-    kept = rank(scores[:, 0], k)
-    ids = draft_ids[kept.ids]
-    # An exponential race with a seed of the drafter's own: argmin noise / prob.
-    noise = exponential_noise_at(words[0], words[1] + level, ids)
-    place = exponential_race(noise, kept.scores).clamp_(max=k - 1)[:, None]
-    drawn[:, level] = torch.cat([ids.double(), kept.scores.double(), place.double()], 1)
-    return kept.ids.gather(1, place)
-
-
-def _draw_kernel() -> Callable[[Tensor, Tensor, int, int, Tensor, Tensor], Tensor]:
-    from eyas.kernels.cuda import drafting as tree_kernels
-
-    return tree_kernels.draw_children
 
 
 def chain_trees(

@@ -29,13 +29,12 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import TreeConfig
 from eyas.device.transfer import Bools, Ints, upload
-from eyas.kernels.arguments import Projected
+from eyas.kernels.arguments import Projected, Ranked
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.attention_metadata import TILE_WORDS, Tiling, Words, mask_words
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs
 from eyas.models.layers.attention import masked_attention
-from eyas.sampling.sampler import Ranked
 
 
 @dataclass(frozen=True)

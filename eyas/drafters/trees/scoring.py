@@ -11,50 +11,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.device.placement import runs_triton
 from eyas.device.transfer import Ints, upload
 from eyas.drafters.base import DraftContext, Path, PathMasks
 from eyas.drafters.trees.calibration import Ranking
 from eyas.grammar.compiler import TokenBits
-from eyas.kernels.arguments import MIN_FILTER_TEMPERATURE
-from eyas.kernels.noise import exponential_noise_at, signed
-from eyas.sampling.sampler import MAX_KERNEL_K, Filters, Ranked, filtered_probs, rank
+from eyas.kernels.arguments import ProbsFunction, Ranked
+from eyas.kernels.drafting import drafting_kernels
+from eyas.kernels.noise import signed
+from eyas.kernels.probabilities import Filters, filtered_probs
 
 if TYPE_CHECKING:
     from eyas.drafters.trees.growth import Expansion
 
 # "plain": no session shares its noise; "noised": some do; "filtered": some of these have filters too.
 ScorerKind = Literal["plain", "noised", "filtered"]
-ProbsFunction = Callable[[Tensor, Filters], Tensor]
-
-# float32 [S, R, D], or what a kernel makes the best of.
-Scores: TypeAlias = "Tensor | UnrankedLogits"
-# Scores the children of nodes at a level (0 is the root), from logits [S, R, D].
-Scorer = Callable[[Tensor, int], Scores]
 
 NUM_NOISE_WORDS = 8
 
 
-def without_nan(logits: Tensor) -> Tensor:
-    """Return the logits in float32 with minus infinity for what is no number: it is never drafted, and disturbs no other
-    token.
-    """
-    return logits.float().nan_to_num(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
-
-
 @dataclass(frozen=True)
-class UnrankedLogits:
-    """Logits [S, R, D] of a level on a GPU; kernels make the best scores of them.
+class Scores:
+    """Log-scores of the children of a level's nodes, [S, R, D], as what they are computed from.
 
     Attributes:
+        logits: of the draft model, [S, R, D].
         words: the output of `noise_words`.
         noise: of all levels, float32 [S, L, D], if there is some.
+        level: 0 is the root's.
         probs: see `perturbed_scorer`; None if no session has filters.
     """
 
@@ -64,51 +53,20 @@ class UnrankedLogits:
     level: int
     probs: ProbsFunction | None = None
 
-    def rank(self, k: int, above: Tensor | None = None) -> Ranked:
-        """Rank the scores as `rank_children` does."""
-        if k > MAX_KERNEL_K:
-            return rank_children(self.scores(), k, above)
-        from eyas.kernels.cuda.drafting import best_children, lowest_keys
+    def best(self, k: int, above: Tensor | None = None) -> Ranked:
+        """Return the k best children of each node, [S, R, k], see `rank`.
 
-        lowest = None if self.probs is None else lowest_keys(self.logits, self.words)
+        above: scores of the nodes [S, W], added to those of their children.
+        """
+        best_children, inputs = drafting_kernels(self.logits).best_children, (self.words, self.noise, self.level, k)
         if above is not None and above.shape[1] != self.logits.shape[1]:  # one row of logits for all nodes
-            best = best_children(self.logits, self.words, self.noise, self.level, k, None, lowest)
-            return Ranked(best[0] + above[:, :, None], best[1])
-        return Ranked(*best_children(self.logits, self.words, self.noise, self.level, k, above, lowest))
-
-    def scores(self) -> Tensor:
-        """Return all scores, float32 [S, R, D]."""
-        scale = self.words[5].view(torch.float64).float()
-        logits = without_nan(self.logits)
-        perturbed = (logits if self.noise is None else logits + self.noise[:, None, self.level]) / scale[:, None, None]
-        if self.probs is not None:
-            perturbed = perturbed.masked_fill_(~_kept(logits, self.words, self.probs), -torch.inf)
-        return _log_softmax(perturbed)
+            best = best_children(self.logits, *inputs, None, self.probs)
+            return Ranked(best.scores + above[:, :, None], best.ids)
+        return best_children(self.logits, *inputs, above, self.probs)
 
 
-def rank_children(scores: Scores, k: int, above: Tensor | None = None) -> Ranked:
-    """Return the k best children of each node, [S, R, k], see `rank`.
-
-    above: scores of the nodes [S, W], added to those of their children.
-    """
-    if isinstance(scores, UnrankedLogits):
-        return scores.rank(k, above)
-    best = rank(scores, k)
-    return best if above is None else Ranked(best.scores + above[:, :, None], best.ids)
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-softmax without NaN: minus infinity in rows that have nothing else."""
-    return torch.log_softmax(logits, dim=-1).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
-
-
-def _kept(logits: Tensor, words: Tensor, probs: ProbsFunction) -> Tensor:
-    """Return which tokens the sessions' filters keep, bool [S, R, D]. logits: of `without_nan`."""
-    temperature, _, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
-    filters = Filters(temperature.clamp(min=MIN_FILTER_TEMPERATURE), words[3], top_p, min_p)
-    is_free_S = (words[3] == 0) & (top_p >= 1) & (min_p == 0)
-    kept: Tensor = (_per_row(probs, logits, filters) > 0) | is_free_S[:, None, None]
-    return kept
+# Scores the children of nodes at a level (0 is the root), from logits [S, R, D].
+Scorer = Callable[[Tensor, int], Scores]
 
 
 def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
@@ -120,36 +78,9 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
         words: the output of `noise_words` on the device.
         probs: applies temperature and filters to logits, for "filtered".
     """
-    if runs_triton(draft_ids.device):
-        return kernel_scorer(words.contiguous(), levels, draft_ids, kind, probs)
-    seed, committed_length = words[:2]
-    temperature, scale = words[4:6].contiguous().view(torch.float64).float()
-    if kind == "plain":
-        return lambda logits, level: _log_softmax(without_nan(logits) / scale[:, None, None])
-    # Level l is drawn at position committed_length + l, with the noise of that position.
-    positions_SL = committed_length[:, None] + torch.arange(levels, device=draft_ids.device)
-    seeds_SL = seed[:, None].expand_as(positions_SL)
-    exponentials = exponential_noise_at(seeds_SL.flatten(), positions_SL.flatten(), draft_ids)
-    # gumbel = -log e with e exponential: argmax (logit + T gumbel) is what the target draws at temperature T.
-    gumbel_SLD = exponentials.log_().neg_().view(*positions_SL.shape, -1).mul_(temperature[:, None, None])
-
-    def scores(logits: Tensor, level: int) -> Tensor:
-        logits = without_nan(logits)
-        perturbed = (logits + gumbel_SLD[:, None, level]) / scale[:, None, None]
-        if kind == "filtered":
-            perturbed = perturbed.masked_fill_(~_kept(logits, words, probs), -torch.inf)
-        return _log_softmax(perturbed)
-
-    return scores
-
-
-def kernel_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
-    """Return a scorer that draws its noise in a kernel of CUDA."""
-    from eyas.kernels.cuda.drafting import shared_noise
-
-    noise = None if kind == "plain" else shared_noise(words, draft_ids, levels)
+    noise = None if kind == "plain" else drafting_kernels(draft_ids).shared_noise(words, draft_ids, levels)
     used = probs if kind == "filtered" else None
-    return lambda logits, level: UnrankedLogits(logits, words, noise, level, used)
+    return lambda logits, level: Scores(logits, words, noise, level, used)
 
 
 def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:
@@ -251,23 +182,13 @@ class MaskedExpansion:
 
 
 def chain_scorer(words: Tensor, probs: ProbsFunction) -> Scorer:
-    """Return scores by unnormalised draft probabilities under each session's temperature and filters.
+    """Return what `draw_chains` draws from: logits under each session's temperature and filters.
 
     Args:
         words: the output of `chain_words` on the device.
-        probs: applies filters to logits. On CUDA the scores are the logits themselves, and kernels do the rest.
+        probs: applies temperature and filters to logits.
     """
-    if runs_triton(words.device):
-        return lambda logits, level: logits
-    temperature, _, top_p, min_p = words[4:].contiguous().view(torch.float64).float()
-    filters = Filters(temperature, words[3], top_p, min_p)
-    return lambda logits, level: _per_row(probs, without_nan(logits), filters).nan_to_num_(nan=0.0)
-
-
-def _per_row(probs: ProbsFunction, logits: Tensor, filters: Filters) -> Tensor:
-    """Apply filters [S] of sessions to logits [S, R, D] of their rows."""
-    repeated = Filters(*(setting.repeat_interleave(logits.shape[1]) for setting in filters))
-    return probs(logits.flatten(0, 1), repeated).view_as(logits)
+    return lambda logits, level: Scores(logits, words, None, level, probs)
 
 
 def make_scorer(contexts: Sequence[DraftContext], ranking: Ranking, levels: int, draft_ids: Tensor) -> Scorer:

@@ -1,11 +1,11 @@
 """The growth of a draft tree's level on CUDA: scores and best children in one pass over the logits.
 
-`best_children` is a scorer of drafters with `rank` behind it, without a copy of the logits. A program takes
+`best_children` makes no copy of the logits. A program takes
 one row and one block of the draft vocabulary. It keeps its best tokens and its part of the softmax; a second one joins
 the blocks. `shared_noise` is the noise of all levels of a round.
 
 Under top-k, top-p or min-p two more kernels come first. They find each row's last kept token from lists of the likeliest
-ones, as the sampler's do. `draw_children` is a level of sampled chains, as in `eyas.drafters.trees.growth`: it lists the
+ones, as the sampler's do. `draw_children` is a level of sampled chains: it lists the
 likeliest tokens of blocks, puts together those that filters and K keep, and ranks and draws.
 
 Legend: S sessions, R rows of a session, N rows of all sessions, L levels, D draft vocabulary, B blocks, k children, K most
@@ -20,7 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.device.transfer import on_device_of
-from eyas.kernels.arguments import MIN_FILTER_TEMPERATURE, MIN_TEMPERATURE, Frontier
+from eyas.kernels.arguments import (
+    MAX_KERNEL_K,
+    MIN_FILTER_TEMPERATURE,
+    MIN_TEMPERATURE,
+    Frontier,
+    ProbsFunction,
+    Ranked,
+)
 from eyas.kernels.cuda.sampling import (
     ID_BITS,
     IDS,
@@ -43,6 +50,7 @@ from eyas.kernels.cuda.sampling import (
     real,
     without_nan,
 )
+from eyas.kernels.plain import drafting as plain
 
 BLOCK = 2048
 # A key below all others, and the lowest weight of a token that can be drawn.
@@ -57,12 +65,8 @@ COMPARED = tl.constexpr(16)
 
 
 def shared_noise(words: Tensor, draft_ids: Tensor, levels: int) -> Tensor:
-    """Return what the target's draws add to the logits, float32 [S, L, D]; zero in sessions at temperature 0. One launch.
-
-    Args:
-        words: see `eyas.drafters.trees.scoring.noise_words`.
-        draft_ids: the target's ids, int64 [D].
-    """
+    """Compute the noise of all levels, see DraftingKernels. One launch."""
+    words = words.contiguous()
     sessions, size = words.shape[1], len(draft_ids)
     noise = torch.empty((sessions, levels, size), dtype=torch.float32, device=draft_ids.device)
     with on_device_of(draft_ids):
@@ -79,16 +83,13 @@ def best_children(
     level: int,
     k: int,
     above: Tensor | None = None,
-    lowest: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return log-scores float32 and ids int64 [S, R, k] of the best children, best first, ties by lowest id. Two launches.
-
-    Args:
-        logits: [S, R, D] in any float type.
-        noise: the output of `shared_noise`; None adds nothing.
-        above: scores [S, R] of the nodes, added to their children's.
-        lowest: the output of `lowest_keys`; None keeps all tokens.
-    """
+    probs: ProbsFunction | None = None,
+) -> Ranked:
+    """Score and rank children, see DraftingKernels. Two launches, and two more with filters."""
+    if k > MAX_KERNEL_K:
+        return plain.best_children(logits, words, noise, level, k, above, probs)
+    words = words.contiguous()
+    lowest = None if probs is None else lowest_keys(logits, words)
     sessions, rows, size = logits.shape
     count, blocks = sessions * rows, triton.cdiv(size, BLOCK)
     keys = torch.empty((count, blocks, k), dtype=torch.int64, device=logits.device)
@@ -107,7 +108,7 @@ def best_children(
             HAS_ABOVE=above is not None, K=k, BLOCK_B=triton.next_power_of_2(blocks),
             BLOCK=triton.next_power_of_2(blocks * k), num_warps=4,
         )  # fmt: skip
-    return scores, ids
+    return Ranked(scores, ids)
 
 
 def lowest_keys(logits: Tensor, words: Tensor) -> Tensor:
@@ -131,7 +132,9 @@ def lowest_keys(logits: Tensor, words: Tensor) -> Tensor:
 
 
 def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool) -> Frontier:
-    """Find the frontier as `eyas.drafters.trees.growth.find_frontier` does, in one launch."""
+    """Find the best candidates of a level, see DraftingKernels. One launch, where there are not too many."""
+    if top_k > MAX_KERNEL_K:
+        return plain.find_frontier(scores, tokens, top_k, num_children, before, has_parents)
     sessions, count = scores.shape
     best = torch.empty((sessions, top_k), dtype=torch.float32, device=scores.device)
     ids = torch.empty((2, sessions, top_k), dtype=torch.int64, device=scores.device)
@@ -145,14 +148,11 @@ def find_frontier(scores: Tensor, tokens: Tensor, top_k: int, num_children: int,
     return Frontier(best, ids[0], ids[1], parents)
 
 
-def draw_children(logits: Tensor, words: Tensor, level: int, k: int, draft_ids: Tensor, drawn: Tensor) -> Tensor:
-    """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
-
-    Args:
-        logits: [S, 1, D] in any float type.
-        words: see `scoring.chain_words`.
-        drawn: float64 [S, L, 2 k + 1].
-    """
+def draw_children(
+    logits: Tensor, words: Tensor, level: int, draft_ids: Tensor, drawn: Tensor, probs: ProbsFunction
+) -> Tensor:
+    """Draw one level of chains, see DraftingKernels. Three launches."""
+    k = drawn.shape[2] // 2
     sessions, _, size = logits.shape
     blocks, logits, device = triton.cdiv(size, BLOCK), logits.contiguous(), logits.device
     listed = 2 * LISTED if blocks <= FEW_BLOCKS else LISTED
@@ -263,7 +263,7 @@ def _lowest_keys(
     reread, words, found, lists, lowest, sessions, size, blocks, count,
     ROWS: tl.constexpr, MIN: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Apply the filters of `eyas.sampling.sampler.filtered_probs`. `reread`: the logits, for rows whose lists are not
+    """Apply the filters of `eyas.kernels.probabilities.filtered_probs`. `reread`: the logits, for rows whose lists are not
     enough.
     """
     row, b, i = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, LIST)

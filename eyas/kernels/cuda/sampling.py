@@ -1,6 +1,6 @@
 """The sampler on CUDA: one pass over the logits draws every row's token, with the noise computed on the way; and ranking.
 
-`draw_rows` is `eyas.sampling.sampler.sample`, `top_k` is `rank` there. A program takes one row and one block of the
+A program takes one row and one block of the
 vocabulary and keeps the block's best; a second kernel takes the best of all blocks. Within a block probabilities are
 relative to the block's largest logit, so that no program waits for the row's.
 
@@ -21,8 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.device.transfer import Ints, on_device_of, upload
-from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, Kept, Scale, has_filters
+from eyas.kernels.arguments import (
+    MASS_BITS,
+    MAX_KERNEL_K,
+    MIN_TEMPERATURE,
+    Draw,
+    Draws,
+    Kept,
+    Ranked,
+    Scale,
+    has_filters,
+)
 from eyas.kernels.noise import row_keys, signed
+from eyas.kernels.plain import sampling as plain
 from eyas.protocol.commit import NoiseKey
 
 BLOCK = 2048
@@ -67,8 +78,9 @@ def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 
 def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
-    """Run `eyas.sampling.sampler.race` over contiguous logits. Two launches."""
+    """Find the winner of each row in a part of the vocabulary, see SamplingKernels. Two launches."""
     rows, width = logits.shape
+    logits = logits.contiguous()
     blocks, words = triton.cdiv(width, BLOCK), upload(_words(draws), logits.device)
     found = torch.empty((3, rows, blocks), dtype=torch.int32, device=logits.device)
     best = torch.empty((3, rows), dtype=torch.int32, device=logits.device)
@@ -85,7 +97,7 @@ def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) 
 
 
 def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
-    """Run `eyas.sampling.sampler.best_of_races`. A copy and one launch."""
+    """Find the winner among those of all parts, see SamplingKernels. A copy and one launch."""
     (parts, _, rows), words = found.shape, upload(_words(draws), found.device)
     tokens, found = torch.empty(rows, dtype=torch.int64, device=found.device), found.permute(1, 2, 0).contiguous()
     with on_device_of(found):
@@ -97,7 +109,7 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
 
 
 def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
-    """Run `eyas.sampling.sharded.masses_from`. Two launches."""
+    """Sum the mass from each border on, see SamplingKernels. Two launches."""
     rows, width = logits.shape
     masses = torch.zeros(rows, len(borders), dtype=torch.int64, device=logits.device)
     with on_device_of(logits):
@@ -109,7 +121,7 @@ def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: 
 
 
 def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
-    """Run `eyas.sampling.sharded.kept_logits` of contiguous logits, in place. One launch; a program takes a row."""
+    """Leave out the tokens that are not kept, see SamplingKernels, in place. One launch; a program takes a row."""
     rows, width = logits.shape
     with on_device_of(logits):
         _keep[(rows,)](logits, *scale, *kept, width, TILE=BLOCK, num_warps=8)
@@ -136,10 +148,10 @@ def _words(draws: Sequence[Draw]) -> Ints:
     return words
 
 
-def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k highest of each row of float32 scores [..., V] and their ids, best first, ties by lowest id. Two
-    launches.
-    """
+def top_k(scores: Tensor, k: int) -> Ranked:
+    """Rank each row of scores [..., V], see SamplingKernels. Two launches, where there are not too many candidates."""
+    if k > MAX_KERNEL_K:
+        return plain.top_k(scores, k)
     size = scores.shape[-1]
     rows, blocks = scores.numel() // size, triton.cdiv(size, BLOCK)
     keys = torch.empty((rows, blocks, k), dtype=torch.int64, device=scores.device)
@@ -148,7 +160,7 @@ def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     with on_device_of(scores):
         _block_keys[(rows, blocks)](scores.contiguous(), keys, size, K=k, BLOCK=BLOCK, num_warps=4)
         _best_keys[(rows,)](keys, best, ids, blocks * k, K=k, BLOCK=triton.next_power_of_2(blocks * k), num_warps=4)
-    return best, ids
+    return Ranked(best, ids)
 
 
 @triton.jit(do_not_specialize=["rows", "first_id"])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import Projected
+from eyas.kernels.sampling import rank
 from eyas.models.checkpoint import CheckpointSource, open_checkpoint
 from eyas.models.heads.block import BlockHead, load_block_head
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
@@ -26,7 +27,6 @@ from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
-from eyas.sampling.sampler import rank
 from eyas.text.tokenizer import load_tokenizer
 
 WINDOW = 256

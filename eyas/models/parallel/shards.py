@@ -23,11 +23,12 @@ from eyas.config.target_limits import can_split_heads, quantisation
 from eyas.device.transfer import Bools, upload
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import Draw, has_filters
+from eyas.kernels.sampling import sampling_kernels
 from eyas.models.checkpoint import StoredTensor, WeightFiles, explained
 from eyas.models.inputs import Segment
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling.acceptance import StepOutput
-from eyas.sampling.sampler import best_of_races, candidates, draw_candidates, race, takes_candidates
+from eyas.sampling.sampler import candidates, draw_candidates, takes_candidates
 from eyas.sampling.sharded import likely_logits, warm_up_search
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
@@ -334,8 +335,9 @@ class SharedVocabulary:
         """Compile what a rank draws with, so that no request waits for that. Nothing is exchanged."""
         draws, logits = [Draw(NoiseKey(0, 1.0), 0)], self.placeholder(1, device)
         warm_up_search(logits)
-        found = race(logits, draws, 0, self._vocab_size)
-        best_of_races(found.repeat(self._shard.size, 1, 1), draws, self._vocab_size)
+        kernels = sampling_kernels(logits)
+        found = kernels.race(logits, draws, 0, self._vocab_size)
+        kernels.best_of_races(found.repeat(self._shard.size, 1, 1), draws, self._vocab_size)
 
     def placeholder(self, num_rows: int, device: torch.device) -> Tensor:
         """Return what a rank gives `collect` for a pass whose result is not read."""
@@ -366,6 +368,7 @@ class SharedVocabulary:
     def _draw(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         """Return one token for each row on rank 0, int64 [N]; the others get nothing of use. logits: [N, V / ranks]."""
         first_id, size = self._shard.rank * logits.shape[1], self._vocab_size
+        kernels = sampling_kernels(logits)
         tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
         kinds = np.array([_kind_of(draw.key) for draw in draws])
         for kind in np.unique(kinds).tolist():
@@ -374,9 +377,9 @@ class SharedVocabulary:
             if kind == _FILTERED:
                 rows = likely_logits(rows, own, self._shard.rank, self._shard.size)
             most = max(draw.key.top_k for draw in own)
-            found = candidates(rows, most, first_id) if kind == _LISTED else race(rows, own, first_id, size)
+            found = candidates(rows, most, first_id) if kind == _LISTED else kernels.race(rows, own, first_id, size)
             if (parts := self._gather(found)) is not None:
-                drawn = draw_candidates(parts, own, size) if kind == _LISTED else best_of_races(parts, own, size)
+                drawn = draw_candidates(parts, own, size) if kind == _LISTED else kernels.best_of_races(parts, own, size)
                 if len(own) == len(draws):
                     return drawn
                 tokens.index_copy_(0, upload(np.flatnonzero(kinds == kind), logits.device), drawn)

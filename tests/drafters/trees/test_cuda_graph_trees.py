@@ -13,10 +13,7 @@ from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.trees import cuda_graphs, scoring
-from eyas.drafters.trees import growth as tree_growth
 from eyas.drafters.trees.cuda_graphs import TreeGraphs
-from eyas.drafters.trees.scoring import ProbsFunction, Scorer, ScorerKind
 from eyas.errors import ConfigError
 from eyas.models.backends.cuda_graphs import padded_size
 from eyas.models.heads.eagle import load_head
@@ -43,8 +40,12 @@ def buckets_of(drafter: LocalDrafter) -> set[tuple[int, str]]:
 
 
 def assert_same(drafter: LocalDrafter, plain: LocalDrafter, contexts: Sequence[Commit]) -> list[DraftTree]:
+    return assert_equal(drafter.propose(contexts), plain.propose(contexts))
+
+
+def assert_equal(drafts: Sequence[object], expected: Sequence[object]) -> list[DraftTree]:
     found = []
-    for ours, theirs in zip(drafter.propose(contexts), plain.propose(contexts), strict=True):
+    for ours, theirs in zip(drafts, expected, strict=True):
         assert isinstance(ours, DraftTree)
         assert isinstance(theirs, DraftTree)
         assert (ours.tokens, ours.parents) == (theirs.tokens, theirs.parents)
@@ -235,17 +236,14 @@ def test_trees_of_the_kernels_are_the_plain_ones(
     noise: NoiseKey, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
-
-    def with_kernels(words: torch.Tensor, levels: int, ids: torch.Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
-        return scoring.kernel_scorer(words.contiguous(), levels, ids, kind, probs)
-
     drafter, plain = (make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, way) for way in (lambda run: run, None))
-    monkeypatch.setattr(cuda_graphs, "perturbed_scorer", with_kernels)
     contexts = [
         commit(f"{i}", *session(i, 9), 0, 9, each, BUDGETS[0])
         for i, each in enumerate((noise, GREEDY, replace(noise, seed=7, temperature=0.05)))
     ]
-    assert_same(drafter, plain, contexts)
+    expected = plain.propose(contexts)
+    monkeypatch.setattr("eyas.kernels.drafting.runs_triton", lambda device: True)
+    assert_equal(drafter.propose(contexts), expected)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "sps"])
@@ -260,8 +258,7 @@ def test_chains_of_the_kernels_are_the_plain_ones(
         for n, each in ((6, NOISED), (11, FILTERED), (3, replace(FILTERED, temperature=0.05)))
     ]
     expected = plain.propose(contexts)
-    for module in (scoring, tree_growth):
-        monkeypatch.setattr(module, "runs_triton", lambda device: True)
+    monkeypatch.setattr("eyas.kernels.drafting.runs_triton", lambda device: True)
     for ours, theirs in zip(drafter.propose(contexts), expected, strict=True):
         assert isinstance(ours, DraftTree)
         assert isinstance(theirs, DraftTree)

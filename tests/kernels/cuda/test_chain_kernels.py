@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.drafters.trees.growth import draw_children
-from eyas.drafters.trees.scoring import chain_scorer, chain_words
+from eyas.drafters.trees.scoring import chain_words
+from eyas.kernels.plain import drafting as plain_kernels
+from eyas.kernels.probabilities import filtered_probs_no_sync
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
-from eyas.sampling.sampler import filtered_probs_no_sync
 from tests.kernels.cuda.test_tree_kernels import FILTERS
 
 kernels = pytest.importorskip("eyas.kernels.cuda.drafting", reason="triton is not installed")
@@ -27,11 +27,9 @@ def both(logits: Tensor, keys: Sequence[NoiseKey], k: int, level: int) -> tuple[
     draft_ids = torch.from_numpy(np.random.default_rng(0).permutation(3 * SIZE)[: logits.shape[-1]].copy())
     plain = torch.full((len(keys), LEVELS, 2 * k + 1), torch.nan, dtype=torch.float64)
     ours = plain.to(DEVICE)
-    scores = chain_scorer(words, filtered_probs_no_sync)(logits, level)
-    assert isinstance(scores, Tensor)
-    expected = draw_children(scores, words, level, k, draft_ids, plain)
+    expected = plain_kernels.draw_children(logits, words, level, draft_ids, plain, filtered_probs_no_sync)
     given = [x.to(DEVICE) for x in (logits, words, draft_ids)]
-    drawn = kernels.draw_children(given[0], given[1], level, k, given[2], ours).cpu()
+    drawn = kernels.draw_children(given[0], given[1], level, given[2], ours, filtered_probs_no_sync).cpu()
     ours = ours.cpu()
     assert torch.isnan(ours[:, 1 - level]).all(), "another level was written"
     is_drawn = plain[:, level, k : 2 * k].amax(1) > 0

@@ -5,18 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from eyas.kernels.arguments import Draw, Kept, Scale
+from eyas.kernels.arguments import MASS_BITS, Draw, Kept, Scale
 from eyas.kernels.noise import exponential_noise, row_keys, signed
+from eyas.kernels.plain import sampling as plain_kernels
+from eyas.kernels.sampling import rank
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling import sampler
 from eyas.sampling import sharded as sharded_top_p
-from eyas.sampling.sampler import rank, sample
+from eyas.sampling.sampler import sample
 from eyas.sampling.sharded import likely_logits
 from tests.support.devices.rank_threads import RankThreads
 
@@ -63,7 +66,7 @@ class WithoutLogits:
 def plain(logits: torch.Tensor, rows: list[Draw] | None = None) -> list[int]:
     """What operations of torch draw."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampler, "runs_compiled", lambda device: False)
+        patch.setattr("eyas.kernels.sampling.runs_compiled", lambda device: False)
         return sample(logits, rows or draws()).tolist()
 
 
@@ -84,7 +87,7 @@ def test_parts_of_the_vocabulary_draw_what_the_whole_draws(parts: int) -> None:
     ids, rows = torch.arange(VOCAB).chunk(parts), draws()
     with np.errstate(all="ignore"):
         for case in cases:
-            for own in (sampler, kernels):
+            for own in (plain_kernels, kernels):
                 found = [own.race(case[:, part].contiguous().to(DEVICE), rows, int(part[0]), VOCAB) for part in ids]
                 assert own.best_of_races(torch.stack(found), rows, VOCAB).tolist() == plain(case)
 
@@ -125,10 +128,10 @@ def hard_logits() -> torch.Tensor:
 def test_kernels_find_the_mass_of_plain_operations(shift: int) -> None:
     logits = hard_logits()
     scale = Scale(sharded_top_p.largest_logits(logits), torch.tensor([1.0, 0.3, 1.0, 2.0, 1.0, 1.0, 1.0, 1e-6]))
-    lowest = sampler.ordered_bits(scale.largest).long() - (7 << shift)
+    lowest = plain_kernels.ordered_bits(scale.largest).long() - (7 << shift)
     on_device = Scale(*(tensor.to(DEVICE) for tensor in scale))
     for borders in (sharded_top_p.SEARCH_BORDERS, sharded_top_p.LAST_BORDERS):
-        expected = sharded_top_p.masses_from(logits, scale, lowest, shift, borders)
+        expected = plain_kernels.masses_from(logits, scale, lowest, shift, borders)
         with np.errstate(all="ignore"):
             found = kernels.masses_from(logits.to(DEVICE), on_device, lowest.to(DEVICE), shift, borders)
         torch.testing.assert_close(found.cpu().double(), expected.double(), rtol=1e-6, atol=0)
@@ -139,15 +142,15 @@ def test_kernels_find_the_mass_of_plain_operations(shift: int) -> None:
 def test_kernels_keep_what_plain_operations_keep() -> None:
     """Also some of equal logits, as many as the wanted mass has room for."""
     logits, third = hard_logits(), torch.arange(8) / 3
-    largest, unit = sharded_top_p.largest_logits(logits), 2.0**sampler.MASS_BITS
-    last = sampler.ordered_bits(torch.tensor([0.5, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])).long()
+    largest, unit = sharded_top_p.largest_logits(logits), 2.0**MASS_BITS
+    last = plain_kernels.ordered_bits(torch.tensor([0.5, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0])).long()
     wanted = (unit * torch.tensor([9.0, 1.0, 2100.5, 9.0, 9.0, 9.0, 9.0, 9.0])).long()
     scale = Scale(largest, torch.full((8,), 0.8))
     kept = Kept(last, (third * unit).long(), wanted, torch.tensor([0.0, 0.0, 0.0, 0.5, 0.1, 0.1, 0.1, 0.1]))
     on_device = logits.to(DEVICE, copy=True)
     with np.errstate(all="ignore"):
         kernels.kept_logits(on_device, Scale(*(x.to(DEVICE) for x in scale)), Kept(*(x.to(DEVICE) for x in kept)))
-    logits = sharded_top_p.kept_logits(logits, scale, kept)
+    logits = plain_kernels.kept_logits(logits, scale, kept)
     torch.testing.assert_close(on_device.cpu(), logits, rtol=0, atol=0, equal_nan=True)
     counts = (logits > -torch.inf).sum(1).tolist()
     assert counts[2] == 2100, "2,100 of equal logits fit, as two thirds come before them"
@@ -169,8 +172,8 @@ def test_kernels_draw_with_top_p_over_parts(parts: int, monkeypatch: pytest.Monk
 
         return run
 
-    monkeypatch.setattr(sharded_top_p, "masses_from", locked(kernels.masses_from))
-    monkeypatch.setattr(sharded_top_p, "kept_logits", locked(kernels.kept_logits))
+    both = SimpleNamespace(masses_from=locked(kernels.masses_from), kept_logits=locked(kernels.kept_logits))
+    monkeypatch.setattr(sharded_top_p, "sampling_kernels", lambda logits: both)
     own = [part.to(DEVICE, copy=True).contiguous() for part in logits.chunk(parts, 1)]
     found = RankThreads(parts).run(lambda rank: likely_logits(own[rank], rows, rank, parts))
     assert plain(torch.cat(found, 1).cpu(), [Draw(NoiseKey(row.key.seed, 0.9), row.position) for row in rows]) == plain(
@@ -188,11 +191,11 @@ def test_scores_of_parts_keep_to_their_bound_of_rounding(scale: float) -> None:
     below = (logits.amax(-1, keepdim=True).double() - logits.double()) / heat.double()[:, None]
     exact = noise.double() * below.exp()
     for part in torch.arange(VOCAB).chunk(4):
-        top, score, token = sampler.race(logits[:, part].contiguous(), rows, int(part[0]), VOCAB)
+        top, score, token = plain_kernels.race(logits[:, part].contiguous(), rows, int(part[0]), VOCAB)
         rest = (logits.amax(-1) - top.view(torch.float32)) / heat
         found = score.view(torch.float32) * rest.exp()
         wanted, distance = (x.gather(1, token.long()[:, None])[:, 0] for x in (exact, below))
-        error, is_drawable = (found.double() / wanted - 1).abs(), distance < sampler.MAX_BELOW
+        error, is_drawable = (found.double() / wanted - 1).abs(), distance < plain_kernels.MAX_BELOW
         assert is_drawable.any()
         assert (error <= (3 * distance + 12) * 2.0**-24)[is_drawable].all()
 

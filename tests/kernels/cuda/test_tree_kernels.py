@@ -8,12 +8,15 @@ import torch
 
 from eyas.config import DraftingConfig
 from eyas.drafters.trees.calibration import Ranking
-from eyas.drafters.trees.growth import find_frontier
-from eyas.drafters.trees.scoring import UnrankedLogits, noise_words, perturbed_scorer, rank_children, without_nan
+from eyas.drafters.trees.scoring import Scores, noise_words
+from eyas.kernels.arguments import Ranked
+from eyas.kernels.plain import drafting as plain
+from eyas.kernels.plain.drafting import child_scores, without_nan
 from eyas.kernels.plain.layers import take_rows
+from eyas.kernels.probabilities import filtered_probs_no_sync
+from eyas.kernels.sampling import rank
 from eyas.models.heads.layers import rms_norm
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
-from eyas.sampling.sampler import filtered_probs_no_sync, rank
 
 kernels = pytest.importorskip("eyas.kernels.cuda.drafting", reason="triton is not installed")
 
@@ -34,22 +37,21 @@ def test_best_children_are_the_ranked_plain_scores(keys: tuple[NoiseKey, NoiseKe
     logits[0, 0, 7] = torch.nan
     logits[0, 1, [4, kernels.BLOCK + 3]] = 30.0
     logits[1, 1, :] = -torch.inf
-    plain = perturbed_scorer(words, LEVELS, draft_ids, kind, filtered_probs_no_sync)  # type: ignore[arg-type]
-    words, draft_ids = words.to(DEVICE), draft_ids.to(DEVICE)
-    noise = kernels.shared_noise(words, draft_ids, LEVELS) if kind == "noised" else None
+    own = words.to(DEVICE)
+    plain_noise = plain.shared_noise(words, draft_ids, LEVELS)
+    noise = kernels.shared_noise(own, draft_ids.to(DEVICE), LEVELS)
+    torch.testing.assert_close(noise.cpu(), plain_noise, atol=2e-5, rtol=2e-5)
     for level in range(LEVELS):
-        scores = plain(logits, level)
-        assert isinstance(scores, torch.Tensor)
+        scores = child_scores(logits, words, plain_noise if kind == "noised" else None, level)
+        inputs = logits.to(DEVICE), own, noise if kind == "noised" else None, level, 5
         expected = rank(scores, 5)
-        found = rank_children(UnrankedLogits(logits.to(DEVICE), words, noise, level), 5)
+        found = kernels.best_children(*inputs)
         torch.testing.assert_close(found.scores.cpu(), expected.scores, atol=2e-5, rtol=2e-5)
         above = torch.tensor([[-1.0, -torch.inf], [0.5, -2.0]])
-        below = rank_children(UnrankedLogits(logits.to(DEVICE), words, noise, level), 5, above.to(DEVICE)).scores.cpu()
-        torch.testing.assert_close(below, rank_children(scores, 5, above).scores, atol=2e-5, rtol=2e-5)
+        below = kernels.best_children(*inputs, above.to(DEVICE)).scores.cpu()
+        torch.testing.assert_close(below, expected.scores + above[:, :, None], atol=2e-5, rtol=2e-5)
         assert found.ids[:, 0].tolist() == expected.ids[:, 0].tolist()
         assert found.ids[0].tolist() == expected.ids[0].tolist()
-        whole = UnrankedLogits(logits.to(DEVICE), words, noise, level).scores().cpu()
-        torch.testing.assert_close(whole, scores, atol=2e-5, rtol=2e-5)
 
 
 FILTERS = {
@@ -73,16 +75,15 @@ def test_filtered_children_are_the_ranked_plain_scores(name: str, dtype: torch.d
     logits[0, 1, 7], logits[0, 1, 8] = torch.nan, torch.inf
     logits[0, 2, :], logits[2, 1, ::2] = -torch.inf, -torch.inf
     logits[2, 2, 5 : 5 + 600 : 2] = 9.0  # more equal tokens than are listed
-    plain = perturbed_scorer(words, LEVELS, draft_ids, "filtered", filtered_probs_no_sync)
+    noise = plain.shared_noise(words, draft_ids, LEVELS)
+    scores = child_scores(logits, words, noise, 1, filtered_probs_no_sync)
     words, draft_ids, given = words.to(DEVICE), draft_ids.to(DEVICE), logits.to(DEVICE)
-    scores = plain(logits, 1)
-    assert isinstance(scores, torch.Tensor)
-    unranked = UnrankedLogits(given, words, kernels.shared_noise(words, draft_ids, LEVELS), 1, filtered_probs_no_sync)
-    expected, found = rank(scores, 12), unranked.rank(12)
+    on_device = Scores(given, words, kernels.shared_noise(words, draft_ids, LEVELS), 1, filtered_probs_no_sync)
+    expected, found = rank(scores, 12), ranked(on_device, 12)
     assert found.ids.tolist() == expected.ids.tolist()
     torch.testing.assert_close(found.scores.cpu(), expected.scores, atol=2e-5, rtol=2e-5)
     if dtype == torch.float32:  # rows of other shapes do not depend on the kind of filter
-        check_shapes(unranked, scores)
+        check_shapes(on_device, scores)
     best = kernels.lowest_keys(given, words).cpu()
     clean = without_nan(logits)
     token_keys = (ordered(clean).long() + 1) * 2**20 - 1 - torch.arange(SIZE)
@@ -90,12 +91,19 @@ def test_filtered_children_are_the_ranked_plain_scores(name: str, dtype: torch.d
     assert torch.equal((token_keys >= best[..., None]) & is_possible, torch.isfinite(scores))
 
 
-def check_shapes(unranked: UnrankedLogits, scores: torch.Tensor) -> None:
-    """One row for all nodes of a level, and scores that are not ranked."""
-    shared, above = replace(unranked, logits=unranked.logits[:, 1:2]), torch.randn(3, 4)
-    below, plain_below = rank_children(shared, 5, above.to(DEVICE)), rank_children(scores[:, 1:2], 5, above)
-    torch.testing.assert_close(below.scores.cpu(), plain_below.scores, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(unranked.scores().cpu(), scores, atol=2e-5, rtol=2e-5)
+def ranked(scores: Scores, k: int, above: torch.Tensor | None = None) -> Ranked:
+    """Rank scores with the kernels, which run in the interpreter without a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eyas.drafters.trees.scoring.drafting_kernels", lambda values: kernels)
+        return scores.best(k, above)
+
+
+def check_shapes(on_device: Scores, scores: torch.Tensor) -> None:
+    """One row for all nodes of a level, and more children than the kernels rank."""
+    shared, above = replace(on_device, logits=on_device.logits[:, 1:2]), torch.randn(3, 4)
+    below, plain_below = ranked(shared, 5, above.to(DEVICE)), rank(scores[:, 1:2], 5)
+    torch.testing.assert_close(below.scores.cpu(), plain_below.scores + above[:, :, None], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(ranked(on_device, 99).scores.cpu(), rank(scores, 99).scores, atol=2e-5, rtol=2e-5)
 
 
 def ordered(values: torch.Tensor) -> torch.Tensor:
@@ -111,7 +119,7 @@ def test_the_frontier_is_the_plain_one(has_parents: bool) -> None:
     scores[1, :17] = -torch.inf
     inputs = scores, tokens.view(3, 20), 4, 5, 7, has_parents
     found = kernels.find_frontier(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in inputs))
-    for ours, theirs in zip(found, find_frontier(*inputs), strict=True):
+    for ours, theirs in zip(found, plain.find_frontier(*inputs), strict=True):
         assert ours.tolist() == theirs.tolist()
 
 

@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from eyas.drafters.trees.rows import RowLayout, SlotLevels, SlotRows
 from eyas.kernels.arguments import UNSCALED, Draw
+from eyas.kernels.sampling import sampling_kernels
 from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 from eyas.models.backends.cuda import KernelBackend, why_no_kernel
 from eyas.models.inputs import Segment
@@ -25,7 +26,7 @@ from eyas.models.layers.fused import fuse_layers
 from eyas.models.parallel.shards import Shard
 from eyas.models.target import TargetModel
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.sampler import best_of_races, race, sample
+from eyas.sampling.sampler import sample
 from eyas.sampling.sharded import likely_logits
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -139,11 +140,12 @@ def test_a_rank_reads_its_logits_once_to_draw() -> None:
     draws = [Draw(NoiseKey(row // 16, 1.0), row % 16) for row in range(1024)]
     logits = torch.empty(1024, VOCAB // 4, device=META)
     with torch.inference_mode(), Launches() as found:
-        race(logits, draws, VOCAB // 4, VOCAB)
+        sampling_kernels(logits).race(logits, draws, VOCAB // 4, VOCAB)
     assert found.num <= 3, found.by_name
     assert found.other_bytes <= 1.1 * logits.nbytes, found.bytes_by_name
     with torch.inference_mode(), Launches() as merged:
-        best_of_races(torch.empty(4, 3, 1024, dtype=torch.int32, device=META), draws, VOCAB)
+        found_parts = torch.empty(4, 3, 1024, dtype=torch.int32, device=META)
+        sampling_kernels(found_parts).best_of_races(found_parts, draws, VOCAB)
     assert merged.num <= 3, merged.by_name
 
 

@@ -1,0 +1,120 @@
+"""Draws and ranks rows of logits in operations of torch.
+
+Legend: N rows, V vocabulary, P tokens of a part of it. Softmax and comparisons are float32; ties go to the lowest id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eyas.device.transfer import upload
+from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, Kept, Ranked, Scale
+from eyas.kernels.noise import exponential_noise
+from eyas.kernels.probabilities import draw_tokens, greedy, ids_or_nan, target_probs
+
+# Parts whose largest logit is further below that of the others, at the row's temperature, are never drawn.
+MAX_BELOW = 80.0
+
+
+def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    """Draw a token of each row of logits [N, V], see SamplingKernels."""
+    draws = Draws.of(draws)
+    random = np.flatnonzero(draws.by_row([key.temperature > 0 for key in draws.keys], np.bool_)).tolist()
+    if random and len(random) == len(draws):
+        return draw_tokens(target_probs(logits, draws), draws)
+    tokens = greedy(logits)
+    if random:
+        draw_some(logits, draws, random, tokens)
+    return tokens
+
+
+def draw_some(logits: Tensor, draws: Draws, rows: Sequence[int], tokens: Tensor) -> None:
+    """Draw the tokens of some rows, all with temperatures above 0, into tokens [N]."""
+    drawn, places = [draws[row] for row in rows], upload(rows, logits.device)
+    tokens[places] = draw_tokens(target_probs(logits[places], drawn), drawn)
+
+
+def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
+    """Find the winner of each row in a part of the vocabulary, see SamplingKernels."""
+    top, scores = logits.amax(-1), -logits
+    random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
+    if random:
+        rows, drawn = upload(random, logits.device), [draws[row] for row in random]
+        base = top[rows].masked_fill(top[rows] == -torch.inf, 0.0)[:, None]
+        weights = torch.exp((logits[rows] - base) / _temperatures(drawn, logits.device)[:, None])
+        ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
+        noise = exponential_noise([draw.key.seed for draw in drawn], [draw.position for draw in drawn], ids)
+        scores[rows] = noise / weights
+    best, ids = scores.min(-1)
+    ids = ids_or_nan(best, ids + first_id, vocab_size)
+    return torch.stack([top.view(torch.int32), best.view(torch.int32), ids.int()])
+
+
+def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+    """Find the winner among those of all parts, see SamplingKernels."""
+    tops, scores, ids = found[:, 0].view(torch.float32), found[:, 1].view(torch.float32), found[:, 2].long()
+    largest, temperatures = tops.amax(0), _temperatures(draws, found.device)
+    is_random = upload(np.array([draw.key.temperature > 0 for draw in draws]), found.device)
+    below = ((largest - tops) / temperatures).clamp(max=MAX_BELOW)
+    scaled = (scores * below.exp()).masked_fill(tops == -torch.inf, torch.inf)
+    best = torch.where(is_random, scaled, scores).min(0)
+    tokens = ids.gather(0, best.indices[None])[0]
+    is_unusable = (ids == vocab_size).any(0) | (is_random & (largest == -torch.inf))
+    return tokens.masked_fill(is_unusable, vocab_size)
+
+
+def _temperatures(draws: Sequence[Draw], device: torch.device) -> Tensor:
+    return upload(np.array([max(draw.key.temperature, MIN_TEMPERATURE) for draw in draws], np.float32), device)
+
+
+def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
+    """Sum the mass from each border on, see SamplingKernels."""
+    places = (ordered_bits(logits).long() - low[:, None]) >> shift
+    places.clamp_(borders.start - 1, borders.stop - 1).sub_(borders.start - 1)
+    masses = torch.zeros(len(logits), len(borders) + 1, dtype=torch.int64, device=logits.device)
+    masses.scatter_add_(1, places, _masses(_weights(logits, scale)))
+    return masses.flip(1).cumsum(1).flip(1)[:, 1:].contiguous()
+
+
+def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
+    """Leave out the tokens that are not kept, see SamplingKernels."""
+    bits, weights = ordered_bits(logits), _weights(logits, scale)
+    is_last = bits == kept.last[:, None]
+    before = kept.before[:, None] + (is_last.cumsum(1) - 1) * _masses(weights)
+    is_kept = (bits > kept.last[:, None]) | (is_last & (before < kept.wanted[:, None]))
+    return logits.masked_fill((logits < torch.inf) & ~(is_kept & (weights >= kept.min_p[:, None])), -torch.inf)
+
+
+def _weights(logits: Tensor, scale: Scale) -> Tensor:
+    numbers = logits.masked_fill(~(logits < torch.inf), -torch.inf)
+    return torch.exp((numbers - scale.largest[:, None]) / scale.temperature[:, None])
+
+
+def _masses(weights: Tensor) -> Tensor:
+    return (weights * 2.0**MASS_BITS).long()
+
+
+def top_k(scores: Tensor, k: int) -> Ranked:
+    """Rank each row of scores [..., V], see SamplingKernels.
+
+    torch.topk leaves the order of ties open, so it gets integers that hold score and id at once. They are made in place,
+    because allocation dominates with many rows.
+    """
+    last = 0xFFFFFFFF - torch.arange(scores.shape[-1], device=scores.device)
+    keys = ordered_bits(scores).long().bitwise_left_shift_(32).bitwise_or_(last)
+    chosen = 0xFFFFFFFF - (keys.topk(k, dim=-1).values & 0xFFFFFFFF)
+    return Ranked(scores.gather(-1, chosen), chosen)
+
+
+def ordered_bits(scores: Tensor) -> Tensor:
+    """Return int32 numbers in the order of floats [...]; zeros are equal. NaN is above or below all numbers."""
+    bits = (scores + 0.0).contiguous().view(torch.int32)
+    return bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
+
+
+def warm_up(vocab_size: int, device: torch.device) -> None:
+    """Prepare nothing: operations of torch are ready."""

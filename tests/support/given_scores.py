@@ -1,0 +1,18 @@
+"""Scores of children that a test gives, ranked as those of draft models are."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from eyas.kernels.arguments import Ranked
+from eyas.kernels.sampling import rank
+
+
+class GivenScores(NamedTuple):
+    """Scores [S, R, D]."""
+
+    scores: Tensor
+
+    def best(self, k: int, above: Tensor | None = None) -> Ranked:
+        found = rank(self.scores, k)
+        return found if above is None else Ranked(found.scores + above[:, :, None], found.ids)
