@@ -51,8 +51,8 @@ from eyas.drafters.trees.scoring import (
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, emulated_device
 from eyas.kernels.arguments import LayerSlots, Projected
+from eyas.kernels.by_device import MAX_SORTED, rank
 from eyas.kernels.probabilities import filtering
-from eyas.kernels.sampling import MAX_SORTED, rank
 from eyas.models.backends.attention_metadata import pack_with_metadata, tight_shape
 from eyas.models.backends.cuda import tiling_on, why_no_kernel_for
 from eyas.models.backends.cuda_graphs import Capture, padded_size

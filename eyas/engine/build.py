@@ -23,8 +23,8 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner, slot_width
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
+from eyas.kernels.by_device import sampling_kernels
 from eyas.kernels.choice import tree_kernels
-from eyas.kernels.sampling import sampling_kernels
 from eyas.models.backends.base import BackendPlan, ForwardBackend
 from eyas.models.backends.cpu import share_layers
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend

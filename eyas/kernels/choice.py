@@ -1,4 +1,4 @@
-"""Chooses kernels: compiled ones of the CPU, Triton's, or plain ones with the same signatures. Its callers do not ask."""
+"""Chooses kernels for arrays on the host: numba's, or plain ones with the same signatures. Its callers do not ask."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from eyas.api.request import TokenLogprob
 from eyas.device.transfer import Ints, upload
-from eyas.kernels.sampling import rank
+from eyas.kernels.by_device import rank
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, LogitRows
 from eyas.sampling.rejection import SiblingVerdicts

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.arguments import Draw
+from eyas.kernels.by_device import rank, sampling_kernels
 from eyas.kernels.noise import exponential_noise
 from eyas.kernels.probabilities import exponential_race, target_probs
-from eyas.kernels.sampling import rank, sampling_kernels
 from eyas.protocol.commit import NoiseKey
 
 # Top-k up to which a draw from parts of the vocabulary takes the likeliest tokens of each.

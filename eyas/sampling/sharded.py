@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eyas.kernels.arguments import MIN_TEMPERATURE, Draw, Kept, Scale
+from eyas.kernels.by_device import sampling_kernels
 from eyas.kernels.plain.sampling import ordered_bits
 from eyas.kernels.probabilities import filters_of
-from eyas.kernels.sampling import sampling_kernels
 
 # The search of `likely_logits`: each level divides the range in 16 parts, 2**shift wide. Ranks add up the mass above each of
 # the 15 borders. In the end each rank needs two masses of its own: from the last kept logit on, and above it.

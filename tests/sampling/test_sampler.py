@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from eyas.api.request import SamplingParams
 from eyas.api.validation import MAX_SEED
 from eyas.kernels.arguments import Draw, Draws
+from eyas.kernels.by_device import rank
 from eyas.kernels.noise import exponential_noise
 from eyas.kernels.probabilities import Filters, filtered_probs, target_probs
-from eyas.kernels.sampling import rank
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling.sampler import sample
 from tests.support import reference

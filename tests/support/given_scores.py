@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from eyas.kernels.arguments import Ranked
-from eyas.kernels.sampling import rank
+from eyas.kernels.by_device import rank
 
 
 class GivenScores(NamedTuple):

@@ -31,8 +31,7 @@ from eyas.device.transfer import Ints, Reals, upload
 from eyas.drafters.base import DraftContext
 from eyas.drafters.trees.scoring import Scorer, Scores
 from eyas.kernels.arguments import Ranked
-from eyas.kernels.drafting import drafting_kernels
-from eyas.kernels.sampling import rank
+from eyas.kernels.by_device import drafting_kernels, rank
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftProbs, DraftTree, DraftTrees, SampledProposal
 

@@ -22,7 +22,7 @@ from eyas.drafters.base import DraftContext, Path, PathMasks
 from eyas.drafters.trees.calibration import Ranking
 from eyas.grammar.compiler import TokenBits
 from eyas.kernels.arguments import ProbsFunction, Ranked
-from eyas.kernels.drafting import drafting_kernels
+from eyas.kernels.by_device import drafting_kernels
 from eyas.kernels.noise import signed
 from eyas.kernels.probabilities import Filters, filtered_probs
 

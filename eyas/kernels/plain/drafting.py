@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from eyas.kernels.arguments import MIN_FILTER_TEMPERATURE, Frontier, ProbsFunction, Ranked
+from eyas.kernels.by_device import rank
 from eyas.kernels.noise import exponential_noise_at
 from eyas.kernels.probabilities import Filters, exponential_race
-from eyas.kernels.sampling import rank
 
 
 def shared_noise(words: Tensor, draft_ids: Tensor, levels: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import skip_init
 
 from eyas.kernels.arguments import Projected
-from eyas.kernels.layers import layer_kernels
+from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain import layers as plain
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import rms_norm

@@ -20,7 +20,7 @@ from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device, runs_compiled
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import LayerSlots, Projected
-from eyas.kernels.layers import layer_kernels
+from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.packed_weights import optimize_for_cpu
 from eyas.models.checkpoint import (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from eyas.config.file_values import get_setting
 from eyas.errors import CheckpointError, ConfigError
 from eyas.kernels.arguments import LayerSlots, Projected
-from eyas.kernels.layers import layer_kernels
+from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain import layers as plain
 from eyas.models.layers.norms import HeadLayout
 

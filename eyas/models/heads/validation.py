@@ -18,7 +18,7 @@ from torch import Tensor
 
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import Projected
-from eyas.kernels.sampling import rank
+from eyas.kernels.by_device import rank
 from eyas.models.checkpoint import CheckpointSource, open_checkpoint
 from eyas.models.heads.block import BlockHead, load_block_head
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
 from eyas.device.placement import runs_compiled, runs_triton
-from eyas.kernels.layers import fused_kernels
+from eyas.kernels.by_device import fused_kernels
 from eyas.models.backends.cpu import CpuDecoder, CpuLayer, CpuProducts
 from eyas.models.backends.packed_weights import MergedLinearPart, PackedLinear, Product, has_kernel
 from eyas.models.checkpoint import merge_quantised

@@ -23,7 +23,7 @@ from eyas.config.target_limits import can_split_heads, quantisation
 from eyas.device.transfer import Bools, upload
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import Draw, has_filters
-from eyas.kernels.sampling import sampling_kernels
+from eyas.kernels.by_device import sampling_kernels
 from eyas.models.checkpoint import StoredTensor, WeightFiles, explained
 from eyas.models.inputs import Segment
 from eyas.protocol.commit import NoiseKey

@@ -21,7 +21,7 @@ from eyas.drafters.eagle import EagleDrafter
 from eyas.emulation.costs import flat
 from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.errors import ConfigError
-from eyas.kernels.sampling import MAX_SORTED
+from eyas.kernels.by_device import MAX_SORTED
 from eyas.models.heads.eagle import load_head
 from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree

@@ -242,7 +242,7 @@ def test_trees_of_the_kernels_are_the_plain_ones(
         for i, each in enumerate((noise, GREEDY, replace(noise, seed=7, temperature=0.05)))
     ]
     expected = plain.propose(contexts)
-    monkeypatch.setattr("eyas.kernels.drafting.runs_triton", lambda device: True)
+    monkeypatch.setattr("eyas.kernels.by_device.runs_triton", lambda device: True)
     assert_equal(drafter.propose(contexts), expected)
 
 
@@ -258,7 +258,7 @@ def test_chains_of_the_kernels_are_the_plain_ones(
         for n, each in ((6, NOISED), (11, FILTERED), (3, replace(FILTERED, temperature=0.05)))
     ]
     expected = plain.propose(contexts)
-    monkeypatch.setattr("eyas.kernels.drafting.runs_triton", lambda device: True)
+    monkeypatch.setattr("eyas.kernels.by_device.runs_triton", lambda device: True)
     for ours, theirs in zip(drafter.propose(contexts), expected, strict=True):
         assert isinstance(ours, DraftTree)
         assert isinstance(theirs, DraftTree)

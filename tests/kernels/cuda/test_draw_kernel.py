@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from eyas.kernels.arguments import MASS_BITS, Draw, Kept, Scale
+from eyas.kernels.by_device import rank
 from eyas.kernels.noise import exponential_noise, row_keys, signed
 from eyas.kernels.plain import sampling as plain_kernels
-from eyas.kernels.sampling import rank
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling import sampler
 from eyas.sampling import sharded as sharded_top_p
@@ -66,7 +66,7 @@ class WithoutLogits:
 def plain(logits: torch.Tensor, rows: list[Draw] | None = None) -> list[int]:
     """What operations of torch draw."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("eyas.kernels.sampling.runs_compiled", lambda device: False)
+        patch.setattr("eyas.kernels.by_device.runs_compiled", lambda device: False)
         return sample(logits, rows or draws()).tolist()
 
 

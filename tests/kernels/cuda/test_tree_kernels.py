@@ -10,11 +10,11 @@ from eyas.config import DraftingConfig
 from eyas.drafters.trees.calibration import Ranking
 from eyas.drafters.trees.scoring import Scores, noise_words
 from eyas.kernels.arguments import Ranked
+from eyas.kernels.by_device import rank
 from eyas.kernels.plain import drafting as plain
 from eyas.kernels.plain.drafting import child_scores, without_nan
 from eyas.kernels.plain.layers import take_rows
 from eyas.kernels.probabilities import filtered_probs_no_sync
-from eyas.kernels.sampling import rank
 from eyas.models.heads.layers import rms_norm
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 

@@ -17,7 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from eyas.drafters.trees.rows import RowLayout, SlotLevels, SlotRows
 from eyas.kernels.arguments import UNSCALED, Draw
-from eyas.kernels.sampling import sampling_kernels
+from eyas.kernels.by_device import sampling_kernels
 from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 from eyas.models.backends.cuda import KernelBackend, why_no_kernel
 from eyas.models.inputs import Segment

@@ -1,0 +1,192 @@
+"""Chooses kernels for tensors by their device: Triton's, numba's, or plain ones with the same signatures.
+
+Legend: N rows, V vocabulary, P tokens of a part of it; S sessions, L levels, R rows of a session, D draft vocabulary, C
+candidates of a level, W nodes expanded of these, K most tokens of a proposal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from eyas.device.placement import runs_compiled, runs_triton
+from eyas.kernels.arguments import Draw, Frontier, Kept, ProbsFunction, Ranked, Scale
+from eyas.kernels.plain import layers as plain_layers
+
+# Scores of a row up to which sorting is faster than selection.
+MAX_SORTED = 256
+
+
+class SamplingKernels(Protocol):
+    """Kernels for rows of logits, float32. Modules of this package are such."""
+
+    def draw_rows(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """Return one token id per row of logits [N, V], int64 [N]; V where a row holds NaN. N is above 0.
+
+        Temperature 0 takes the likeliest token, above it argmin noise / probs.
+        """
+        ...
+
+    def race(self, logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
+        """Return what each row's draw finds in one part of the vocabulary, for `best_of_races`; filters are not applied.
+
+        Returns int32 [3, N]: bits of the part's largest logit, bits of its lowest score, and the token with it; vocab_size
+        where the part holds NaN. Scores are those of an exponential race relative to the part's largest logit, or -logit.
+
+        Args:
+            logits: [N, P] of the tokens from `first_id` on.
+            vocab_size: of all parts.
+        """
+        ...
+
+    def best_of_races(self, found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+        """Return what `draw_rows` draws over the whole vocabulary: int64 [N].
+
+        found: int32 [parts, 3, N], `race` of each part in the order of their ids. A score of parts has a relative error of
+        at most (3 g + 12) * 2**-24, g being how far the token's logit is below the row's largest, divided by the
+        temperature; one part's has no larger one. So the two can differ only where the two best scores are closer than twice
+        that, which has a probability of at most twice that: 6e-6 at g = 12.
+        """
+        ...
+
+    def masses_from(self, logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
+        """Return the mass of the tokens whose bits are at least low + border * 2**shift: int64 [N, borders].
+
+        Args:
+            logits: [N, P].
+            low: int64 [N], see `kernels.plain.sampling.ordered_bits`.
+            borders: neighbouring numbers.
+        """
+        ...
+
+    def kept_logits(self, logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
+        """Return logits [N, P], which may be overwritten, with minus infinity for those that are not kept. NaN and infinity
+        stay.
+        """
+        ...
+
+    def top_k(self, scores: Tensor, k: int) -> Ranked:
+        """Return the k highest of each row of scores [..., V], best first, exact ties ordered by lowest id."""
+        ...
+
+    def warm_up(self, vocab_size: int, device: torch.device) -> None:
+        """Compile what `draw_rows` runs, so that no request waits for that."""
+        ...
+
+
+def sampling_kernels(values: Tensor) -> SamplingKernels:
+    """Return the kernels for rows on the device of `values`."""
+    if runs_triton(values.device):
+        from eyas.kernels.cuda import sampling as triton_kernels
+
+        return triton_kernels
+    # A kernel of the CPU reads at once: not what an emulated device computes later, nor what has gradients.
+    if type(values) is Tensor and not values.requires_grad and runs_compiled(values.device):
+        from eyas.kernels.cpu import draws as compiled
+
+        return compiled
+    from eyas.kernels.plain import sampling as plain
+
+    return plain
+
+
+def rank(scores: Tensor, k: int) -> Ranked:
+    """Return the k highest of each row of float32 scores [..., V], best first, exact ties ordered by lowest id."""
+    if scores.shape[-1] <= MAX_SORTED:
+        ordered = torch.sort(scores, dim=-1, descending=True, stable=True)
+        return Ranked(ordered.values[..., :k], ordered.indices[..., :k])
+    return sampling_kernels(scores).top_k(scores, k)
+
+
+class DraftingKernels(Protocol):
+    """Kernels for a level of draft trees. Modules of this package are such.
+
+    `words` are what the scores of each session depend on besides logits, int64 [8, S]: see `drafters.trees.scoring`. A
+    `ProbsFunction` says which tokens filters keep where operations of torch find them; kernels read the filters of `words`.
+    """
+
+    def shared_noise(self, words: Tensor, draft_ids: Tensor, levels: int) -> Tensor:
+        """Return what the target's draws add to the logits, float32 [S, L, D]; zero in sessions at temperature 0.
+
+        draft_ids: the target's ids, int64 [D].
+        """
+        ...
+
+    def best_children(
+        self,
+        logits: Tensor,
+        words: Tensor,
+        noise: Tensor | None,
+        level: int,
+        k: int,
+        above: Tensor | None = None,
+        probs: ProbsFunction | None = None,
+    ) -> Ranked:
+        """Return log-scores float32 and ids int64 [S, R, k] of the best children, best first, ties by lowest id.
+
+        Args:
+            logits: [S, R, D] in any float type.
+            noise: the output of `shared_noise`; None adds nothing.
+            above: scores [S, R] of the nodes, added to their children's.
+            probs: applies the filters; None keeps all tokens.
+        """
+        ...
+
+    def find_frontier(
+        self, scores: Tensor, tokens: Tensor, top_k: int, num_children: int, before: int, has_parents: bool
+    ) -> Frontier:
+        """Return the `top_k` best candidates of a level.
+
+        Args:
+            scores, tokens: [S, C], `num_children` for each node of the frontier before.
+            before: candidates of the levels above.
+            has_parents: whether there is a frontier before, and not only the root.
+        """
+        ...
+
+    def draw_children(
+        self, logits: Tensor, words: Tensor, level: int, draft_ids: Tensor, drawn: Tensor, probs: ProbsFunction
+    ) -> Tensor:
+        """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
+
+        Args:
+            logits: [S, 1, D] in any float type.
+            words: see `chain_words`.
+            drawn: float64 [S, L, 2 K + 1].
+            probs: applies the filters.
+        """
+        ...
+
+
+def drafting_kernels(values: Tensor) -> DraftingKernels:
+    """Return the kernels for trees on the device of `values`."""
+    if runs_triton(values.device):
+        from eyas.kernels.cuda import drafting as triton_kernels
+
+        return triton_kernels
+    from eyas.kernels.plain import drafting as plain
+
+    return plain
+
+
+def layer_kernels(x: Tensor) -> Any:
+    """Return the kernels for rows of a draft head: plain ones on the CPU, without Triton, and in training, which needs
+    gradients.
+    """
+    if not torch.is_inference_mode_enabled() or not runs_triton(x.device):
+        return plain_layers
+    from eyas.kernels.cuda import layers as compiled
+
+    return compiled
+
+
+def fused_kernels(rows: Tensor, has_attention: bool) -> Any:
+    """Return the kernels for rows of a fused layer: Triton's on a GPU, where attention has its own, too; else plain ones."""
+    if not has_attention or rows.device.type == "cpu":
+        return plain_layers
+    from eyas.kernels.cuda import layers as compiled
+
+    return compiled
