@@ -32,7 +32,7 @@ from eyas.drafters.trees.growth import (
     ddtree_shape,
 )
 from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
-from eyas.drafters.trees.scoring import Scorer, Scores, noise_words, scorer_kind
+from eyas.drafters.trees.scoring import noise_words, scorer_kind
 from eyas.emulation.device import EmulatedDevice
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import Projected
@@ -171,13 +171,13 @@ class BlockDrafter(NeuralDrafter[None]):
         budgets = [within(context.budget, self.tree) for context in contexts]
         return self._growth.trees(logits, tokens, words, kind == "noised", budgets, shape.top_k)
 
-    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        return self._expansion(block_states(self._head, self._kv, roots)[:, : shape.num_steps], roots.tokens, scorer)
+    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+        return self._expansion(block_states(self._head, self._kv, roots)[:, : shape.num_steps], roots.tokens)
 
-    def _expansion(self, states: Tensor, roots: Tensor, scorer: Scorer) -> Expansion:
+    def _expansion(self, states: Tensor, roots: Tensor) -> Expansion:
         if self._head.is_independent:
-            return IndependentExpansion(self._head.backbone_logits(states), scorer)
-        return ConditionalExpansion(self._head, scorer, states, roots)
+            return IndependentExpansion(self._head.backbone_logits(states))
+        return ConditionalExpansion(self._head, states, roots)
 
 
 def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
@@ -295,20 +295,20 @@ class ConditionalExpansion:
         roots: the target's token ids, int64 [S].
     """
 
-    def __init__(self, head: BlockHead, scorer: Scorer, states: Tensor, roots: Tensor) -> None:
-        self._head, self._scorer, self._states, self._roots = head, scorer, states, roots
+    def __init__(self, head: BlockHead, states: Tensor, roots: Tensor) -> None:
+        self._head, self._states, self._roots = head, states, roots
         self._logits = head.backbone_logits(states)
         self._memory = head.initial_state(len(roots), 1)
 
-    def first(self) -> Scores:
-        return self._score(0, self._roots[:, None])
+    def first(self) -> Tensor:
+        return self._step(0, self._roots[:, None])
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         self._memory = self._memory.gather(1, parents[:, :, None].expand(-1, -1, self._memory.shape[2]))
-        return self._score(level, self._head.draft_ids[tokens])
+        return self._step(level, self._head.draft_ids[tokens])
 
-    def _score(self, level: int, previous: Tensor) -> Scores:
-        """Return scores [S, W, D] below nodes with the tokens `previous` [S, W]."""
+    def _step(self, level: int, previous: Tensor) -> Tensor:
+        """Return logits [S, W, D] below nodes with the tokens `previous` [S, W]."""
         logits, states = (x[:, level : level + 1] for x in (self._logits, self._states))
         logits, self._memory = self._head.step(logits, states, previous, self._memory)
-        return self._scorer(logits, level)
+        return logits

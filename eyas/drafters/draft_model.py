@@ -23,7 +23,6 @@ from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
 from eyas.drafters.trees.growth import Expansion
 from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
-from eyas.drafters.trees.scoring import Scorer, Scores
 from eyas.errors import ConfigError
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.base import ForwardBackend
@@ -145,8 +144,8 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
             logits_indices=np.arange(count - 1, count) if context.budget.wants_tree else np.arange(0),
         )
 
-    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        return ModelExpansion(self._model, scorer, self._kv, roots)
+    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+        return ModelExpansion(self._model, self._kv, roots)
 
     def _rows_run(self, expansion: Expansion) -> Tensor | None:
         assert isinstance(expansion, ModelExpansion)
@@ -168,8 +167,8 @@ class ModelExpansion:
             much scratch as its tree has rows.
     """
 
-    def __init__(self, model: TargetModel, scorer: Scorer, kv: KVCache, roots: Roots) -> None:
-        self._model, self._scorer, self._kv, self._logits = model, scorer, kv, roots.states
+    def __init__(self, model: TargetModel, kv: KVCache, roots: Roots) -> None:
+        self._model, self._kv, self._logits = model, kv, roots.states
         cached = roots.cached
         self._rows: SlotLevels | GroupLevels = (
             SlotLevels(cached) if isinstance(cached, SlotRows) else GroupLevels(cached, model.max_model_len)
@@ -177,14 +176,14 @@ class ModelExpansion:
         self._tokens: tuple[Tensor, ...] = ()
         self._parents: tuple[Tensor, ...] = ()
 
-    def first(self) -> Scores:
-        return self._scorer(self._logits[:, None], 0)
+    def first(self) -> Tensor:
+        return self._logits[:, None]
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         self._tokens, self._parents = (*self._tokens, tokens), (*self._parents, parents)
         self._rows = self._rows.level(level, parents, tokens)
         logits = self._model.forward(self._rows.packed, self._kv).logits
-        return self._scorer(logits.view(*tokens.shape, -1), level)
+        return logits.view(*tokens.shape, -1)
 
     def rows_run(self) -> Tensor:
         """Return tokens, and rows of their parents in the level above, of all rows run so far, int64 [S, 2, L * W]."""

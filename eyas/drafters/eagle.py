@@ -32,7 +32,7 @@ from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_featu
 from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
-from eyas.drafters.trees.scoring import Scorer, Scores, make_scorer, noise_words, scorer_kind
+from eyas.drafters.trees.scoring import make_scorer, noise_words, scorer_kind
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, on_host
 from eyas.errors import ConfigError
@@ -256,8 +256,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         count = num_features(context)
         return self.sessions.claim(session, count, 0, busy) and count > 0
 
-    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
-        return EagleExpansion(self._head, scorer, self._kv, roots, shape)
+    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+        return EagleExpansion(self._head, self._kv, roots, shape)
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         """Cache keys and values of all new pairs. The last layer runs only the last pair of each session.
@@ -300,18 +300,18 @@ class EagleExpansion:
         shape: number of levels, and the most rows of a level.
     """
 
-    def __init__(self, head: EagleHead, scorer: Scorer, kv: KVCache, roots: Roots, shape: TreeConfig) -> None:
-        self._head, self._scorer, self._states = head, scorer, roots.states[:, None]
+    def __init__(self, head: EagleHead, kv: KVCache, roots: Roots, shape: TreeConfig) -> None:
+        self._head, self._states = head, roots.states[:, None]
         cached = roots.cached
         self._kv = kv
         self._rows: SlotLevels | BufferAttention = (
             SlotLevels(cached) if isinstance(cached, SlotRows) else BufferAttention(head, kv, cached, shape)
         )
 
-    def first(self) -> Scores:
-        return self._scorer(self._head.raw_logits(self._states), 0)
+    def first(self) -> Tensor:
+        return self._head.raw_logits(self._states)
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         self._rows = self._rows.level(level, parents)
         if isinstance(self._rows, SlotLevels):
             packed = self._rows.packed
@@ -321,7 +321,7 @@ class EagleExpansion:
             self._states = states.view(*tokens.shape, -1)
         else:
             self._states = self._run(take_rows(self._states, parents), self._head.draft_ids[tokens])
-        return self._scorer(self._head.raw_logits(self._states), level)
+        return self._head.raw_logits(self._states)
 
     def _run(self, features: Tensor, tokens: Tensor) -> Tensor:
         """Return states [S, W, H] of the newest rows: features [S, W, H], the target's token ids [S, W]."""

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.scoring import Scores
 from eyas.emulation.device import EmulatedDevice, on_host
 
 
 class EmulatedExpansion:
-    """Expansion whose levels take the time of an emulated device. Reading their scores waits.
+    """Expansion whose levels take the time of an emulated device. Reading their logits waits.
 
     Args:
         expansion: the one that computes them.
@@ -23,13 +20,10 @@ class EmulatedExpansion:
         self.expansion = expansion
         self._device, self._num_cached = device, num_cached
 
-    def first(self) -> Scores:
-        return self._on_device(self.expansion.first())
+    def first(self) -> Tensor:
+        return self._device.on_device(self.expansion.first())
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         inputs = level, on_host(parents), on_host(tokens)
-        scores = self._device.run("draft_level", tokens.numel(), self._num_cached, lambda: self.expansion.next(*inputs))
-        return self._on_device(scores)
-
-    def _on_device(self, scores: Scores) -> Scores:
-        return replace(scores, logits=self._device.on_device(scores.logits))
+        logits = self._device.run("draft_level", tokens.numel(), self._num_cached, lambda: self.expansion.next(*inputs))
+        return self._device.on_device(logits)

@@ -26,7 +26,6 @@ from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slot
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree
 from eyas.drafters.trees.rows import Roots, RowLayout, TreeSlots
-from eyas.drafters.trees.scoring import Scorer, Scores
 from eyas.errors import ConfigError
 from eyas.models.backends.attention_metadata import Tiling
 from eyas.models.backends.cuda_graphs import Capture, padded_size
@@ -112,10 +111,10 @@ class MultiHeadDrafter(NeuralDrafter[None]):
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         return [no_slots()] * len(contexts)
 
-    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
         if isinstance(self._head, HydraHead):
-            return HydraExpansion(self._head, scorer, roots.states, roots.tokens)
-        return IndependentExpansion(self._head.logits(roots.states, shape.num_steps), scorer)
+            return HydraExpansion(self._head, roots.states, roots.tokens)
+        return IndependentExpansion(self._head.logits(roots.states, shape.num_steps))
 
 
 def _tree_shape(
@@ -161,15 +160,15 @@ class HydraExpansion:
         roots: the target's token ids, int64 [S].
     """
 
-    def __init__(self, head: HydraHead, scorer: Scorer, states: Tensor, roots: Tensor) -> None:
-        self._head, self._scorer = head, scorer
+    def __init__(self, head: HydraHead, states: Tensor, roots: Tensor) -> None:
+        self._head = head
         self._rows = torch.cat([states, F.embedding(roots, head.embedding)], -1)[:, None]
 
-    def first(self) -> Scores:
-        return self._scorer(self._head.logits(self._rows, 0), 0)
+    def first(self) -> Tensor:
+        return self._head.logits(self._rows, 0)
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         above = self._rows.gather(1, parents[:, :, None].expand(-1, -1, self._rows.shape[2]))
         embedded = F.embedding(self._head.draft_ids[tokens], self._head.embedding)
         self._rows = torch.cat([above, embedded], -1)
-        return self._scorer(self._head.logits(self._rows, level), level)
+        return self._head.logits(self._rows, level)

@@ -202,7 +202,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         """
 
     @abstractmethod
-    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
         """Start to grow trees of at most `shape.num_steps` levels, `shape.top_k` nodes being expanded at each."""
 
     def _extend_on_device(self, contexts: Sequence[DraftContext]) -> Tensor:
@@ -212,16 +212,16 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         num_cached = sum(map(len, self._prefix_slots(contexts)))
         return self.device.run(self.EXTEND_PASS, num_rows, num_cached, lambda: self._extend(contexts))
 
-    def _expand_on_device(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+    def _expand_on_device(self, roots: Roots, shape: TreeConfig) -> Expansion:
         if self.device is None:
-            return self._expand(roots, scorer, shape)
+            return self._expand(roots, shape)
         assert isinstance(roots.cached, PaddedPrefix), "an emulated device captures nothing"
         num_cached = int(roots.cached.lengths.sum())
         if self.EXPAND_PASS is None:
-            expansion = self._expand(roots, scorer, shape)
+            expansion = self._expand(roots, shape)
         else:
             num_rows = len(roots.tokens) * shape.num_steps
-            expansion = self.device.run(self.EXPAND_PASS, num_rows, num_cached, lambda: self._expand(roots, scorer, shape))
+            expansion = self.device.run(self.EXPAND_PASS, num_rows, num_cached, lambda: self._expand(roots, shape))
         return EmulatedExpansion(expansion, self.device, num_cached)
 
     def _packed(self, run: ExtendPass) -> RowsPass:
@@ -311,22 +311,22 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         shape = self._shape(contexts, top_k=1)
         words, device = chain_words(contexts), self.draft_ids.device
         probs = filtered_probs_of(filtering([context.noise for context in contexts]), len(contexts), device)
-        on_device = upload(words, device)
-        scorer = self._masked(biased_scorer(chain_scorer(on_device, probs), contexts, self.draft_ids), contexts)
-        expansion = self._expand_on_device(self._roots(contexts, states, self._slots, is_chain=True), scorer, shape)
+        scorer = chain_scorer(upload(words, device), probs)
+        scorer = self._masked(biased_scorer(scorer, contexts, self.draft_ids), contexts)
+        expansion = self._expand_on_device(self._roots(contexts, states, self._slots, is_chain=True), shape)
         masked = masked_expansion(expansion, scorer)
-        drawn = draw_chains(masked, on_device, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
+        drawn = draw_chains(masked, scorer, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
         return chain_trees(found.tolist(), contexts, self.tree.num_draft_tokens)
 
     def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> tuple[Candidates, Tensor | None]:
         """Return candidates of at most `shape.num_steps` levels, and the output of `_rows_run`."""
-        expansion = self._expand_on_device(roots, scorer, shape)
+        expansion = self._expand_on_device(roots, shape)
         masked = masked_expansion(expansion, scorer)
         if self._static_tree:
-            candidates = grow_static(masked, self._static_tree, shape.num_steps)
+            candidates = grow_static(masked, scorer, self._static_tree, shape.num_steps)
         else:
-            candidates = grow_dynamic(masked, shape)
+            candidates = grow_dynamic(masked, scorer, shape)
         return candidates, self._rows_run(_computing(expansion))
 
     def _masked(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:
@@ -377,7 +377,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
 
 def _computing(expansion: Expansion) -> Expansion:
-    """Return the expansion that computes the scores."""
+    """Return the expansion that computes the logits."""
     return expansion.expansion if isinstance(expansion, EmulatedExpansion) else expansion
 
 

@@ -16,7 +16,6 @@ from eyas.device.transfer import Bools
 from eyas.drafters.eagle import EagleDrafter, EagleExpansion
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree, ddtree_shape
 from eyas.drafters.trees.rows import Roots, SlotLevels, SlotRows
-from eyas.drafters.trees.scoring import Scorer
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 
@@ -43,10 +42,10 @@ class PEagleDrafter(EagleDrafter):
     def _num_passes(self) -> int:
         return min(self.tree.num_steps, 2)
 
-    def _expand(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
         levels = self.tree.num_steps if isinstance(roots.cached, SlotRows) else shape.num_steps
-        rows = ParallelRows(self._head, scorer, self._kv, roots, TreeConfig(num_steps=2, top_k=levels))
-        return IndependentExpansion(rows.parallel_logits(levels), scorer)
+        rows = ParallelRows(self._head, self._kv, roots, TreeConfig(num_steps=2, top_k=levels))
+        return IndependentExpansion(rows.parallel_logits(levels))
 
 
 class ParallelRows(EagleExpansion):

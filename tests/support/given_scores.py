@@ -16,3 +16,8 @@ class GivenScores(NamedTuple):
     def best(self, k: int, above: Tensor | None = None) -> Ranked:
         found = rank(self.scores, k)
         return found if above is None else Ranked(found.scores + above[:, :, None], found.ids)
+
+
+def given_scores(scores: Tensor, level: int) -> GivenScores:
+    """Score by what an expansion returns, as it is."""
+    return GivenScores(scores)

@@ -39,7 +39,6 @@ from eyas.drafters.trees.growth import (
 from eyas.drafters.trees.rows import Roots, RowLayout, SlotRows, TreeSlots
 from eyas.drafters.trees.scoring import (
     NUM_NOISE_WORDS,
-    Scorer,
     ScorerKind,
     chain_scorer,
     chain_words,
@@ -211,7 +210,7 @@ class TreeSpec:
         static_tree: their shape, if it is fixed.
     """
 
-    expand: Callable[[Roots, Scorer, TreeConfig], Expansion]
+    expand: Callable[[Roots, TreeConfig], Expansion]
     rows_run: Callable[[Expansion], Tensor | None]
     tree: TreeConfig
     static_tree: StaticTree | None
@@ -244,11 +243,11 @@ class TreeSpec:
 
         def begin() -> None:
             scorer = perturbed_scorer(noise, num_steps, self.draft_ids, kind, filtered_probs_no_sync)
-            expansion = self.expand(roots(), scorer, self.tree)
+            expansion = self.expand(roots(), self.tree)
             if self.static_tree:
-                fixed[0] = expansion, grow_static(expansion, self.static_tree, num_steps)
+                fixed[0] = expansion, grow_static(expansion, scorer, self.static_tree, num_steps)
             else:
-                grown[1] = TreeGrowth(expansion, self.tree.top_k, self.tree.top_k)
+                grown[1] = TreeGrowth(expansion, scorer, self.tree.top_k, self.tree.top_k)
 
         def step(level: int) -> None:
             grown[level + 1] = grown[level].stepped()
@@ -350,8 +349,8 @@ class ChainGraphs:
         tree, draft_ids, words = self._spec.tree, self._spec.draft_ids, columns[:NUM_NOISE_WORDS]
 
         def draw() -> Tensor:
-            expansion = self._spec.expand(roots(), chain_scorer(words, filtered_probs_no_sync), tree)
-            drawn = draw_chains(expansion, words, tree.num_steps, self._proposal_top_k, draft_ids)
+            expansion, scorer = self._spec.expand(roots(), tree), chain_scorer(words, filtered_probs_no_sync)
+            drawn = draw_chains(expansion, scorer, tree.num_steps, self._proposal_top_k, draft_ids)
             rows = self._spec.rows_run(expansion)
             return drawn.flatten(1) if rows is None else torch.cat([drawn.flatten(1), rows.flatten(1).double()], 1)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from eyas.config import TreeChoices, TreeConfig
 from eyas.device.transfer import Ints, Reals, upload
 from eyas.drafters.base import DraftContext
-from eyas.drafters.trees.scoring import Scorer, Scores
+from eyas.drafters.trees.scoring import Scorer
 from eyas.kernels.arguments import Ranked
 from eyas.kernels.by_device import drafting_kernels, rank
 from eyas.protocol.commit import TreeBudget
@@ -39,43 +39,40 @@ from eyas.protocol.tree import DraftProbs, DraftTree, DraftTrees, SampledProposa
 class Expansion(Protocol):
     """A draft model in the middle of growing trees."""
 
-    def first(self) -> Scores:
-        """Return scores [S, 1, D] of the root's children."""
+    def first(self) -> Tensor:
+        """Return logits [S, 1, D] of the root's children, in any float type."""
         ...
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
-        """Run the frontier of `level` (from 1) and score its children.
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        """Run the frontier of `level` (from 1).
 
         Args:
             parents: row of each node's parent within the frontier before it, [S, W].
             tokens: draft vocabulary ids, [S, W].
 
         Returns:
-            Scores [S, W, D]; or [S, 1, D] if they are the same below all of the frontier.
+            Logits [S, W, D] of its children; or [S, 1, D] if they are the same below all of the frontier.
         """
         ...
 
 
 class IndependentExpansion:
-    """Expansion where a level's scores do not depend on the path: Medusa, DFlash, P-EAGLE.
+    """Expansion where a level's logits do not depend on the path: Medusa, DFlash, P-EAGLE.
 
-    All levels were computed at once, and one row of scores serves all nodes of a level.
+    All levels were computed at once, and one row of logits serves all nodes of a level.
 
     Args:
         logits: float32 [S, L, D], one row for the children of each level.
     """
 
-    def __init__(self, logits: Tensor, scorer: Scorer) -> None:
-        self._logits, self._scorer = logits, scorer
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
 
-    def first(self) -> Scores:
-        return self._score(0)
+    def first(self) -> Tensor:
+        return self._logits[:, :1]
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
-        return self._score(level)
-
-    def _score(self, level: int) -> Scores:
-        return self._scorer(self._logits[:, level : level + 1], level)
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
+        return self._logits[:, level : level + 1]
 
 
 def ddtree_shape(tree: TreeConfig, draft_vocab_size: int) -> TreeConfig:
@@ -109,11 +106,11 @@ class TreeGrowth:
     The `top_k` best nodes of a level are expanded, and `num_candidates` children of each are recorded.
     """
 
-    def __init__(self, expansion: Expansion, top_k: int, num_candidates: int) -> None:
-        self.expansion = expansion
+    def __init__(self, expansion: Expansion, scorer: Scorer, top_k: int, num_candidates: int) -> None:
+        self.expansion, self._scorer = expansion, scorer
         self._top_k = top_k
         self._num_candidates = num_candidates
-        best = Ranked(*(column[:, 0] for column in expansion.first().best(num_candidates)))
+        best = Ranked(*(column[:, 0] for column in scorer(expansion.first(), 0).best(num_candidates)))
         self._tokens, self._scores, self._parents = [best.ids], [best.scores], [torch.zeros_like(best.ids)]
         self._ends = [num_candidates]
 
@@ -129,7 +126,7 @@ class TreeGrowth:
             scores, self._tokens[-1], self._top_k, self._num_candidates, before, self.num_levels > 1
         )
         children = self.expansion.next(self.num_levels, frontier.rows, frontier.tokens)
-        best = children.best(self._num_candidates, frontier.scores)
+        best = self._scorer(children, self.num_levels).best(self._num_candidates, frontier.scores)
         # best.ids [S, 1, C] if one row of scores serves all nodes, else [S, top_k, C]; recorded [S, top_k * C].
         self._tokens.append(best.ids.expand(-1, self._top_k, -1).flatten(1))
         self._scores.append(best.scores.flatten(1))
@@ -152,9 +149,9 @@ class TreeGrowth:
         return Candidates(tokens, parents, scores, tuple(self._ends))
 
 
-def grow_dynamic(expansion: Expansion, shape: TreeConfig) -> Candidates:
+def grow_dynamic(expansion: Expansion, scorer: Scorer, shape: TreeConfig) -> Candidates:
     """Expand the `top_k` best nodes of each level, `num_steps` levels deep, and record `top_k` children of each."""
-    growth = TreeGrowth(expansion, shape.top_k, shape.top_k)
+    growth = TreeGrowth(expansion, scorer, shape.top_k, shape.top_k)
     while growth.num_levels < shape.num_steps:
         growth.step()
     return growth.candidates
@@ -215,10 +212,10 @@ class StaticTree:
         return max(1, *(len(level.expanded) for level in self.levels))
 
 
-def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candidates:
+def grow_static(expansion: Expansion, scorer: Scorer, tree: StaticTree, num_steps: int) -> Candidates:
     """Return the first `num_steps` levels of `tree`: its nodes are the candidates."""
-    scored, levels, num_rows = expansion.first(), tree.levels[:num_steps], 1
-    best = scored.best(levels[0].max_children)
+    levels, num_rows = tree.levels[:num_steps], 1
+    best = scorer(expansion.first(), 0).best(levels[0].max_children)
     sessions, device = len(best.ids), best.ids.device
     tokens = torch.zeros(sessions, 1, dtype=torch.int64, device=device)
     scores = torch.zeros(sessions, 1, device=device)
@@ -226,8 +223,8 @@ def grow_static(expansion: Expansion, tree: StaticTree, num_steps: int) -> Candi
         if i:
             above = levels[i - 1]
             num_rows = len(above.expanded)
-            scored = expansion.next(i, above.expanded_rows.expand(sessions, -1), tokens[:, above.expanded])
-            best = scored.best(level.max_children)
+            logits = expansion.next(i, above.expanded_rows.expand(sessions, -1), tokens[:, above.expanded])
+            best = scorer(logits, i).best(level.max_children)
         best = Ranked(*(column.expand(-1, num_rows, -1) for column in best))
         # best [S, expanded nodes, max_children]; a node takes its rank among its parent's children.
         tokens = torch.cat([tokens, best.ids[:, level.rows, level.ranks]], 1)
@@ -300,27 +297,28 @@ def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
     return limits, depths
 
 
-def draw_chains(expansion: Expansion, words: Tensor, num_steps: int, proposal_top_k: int, target_ids: Tensor) -> Tensor:
+def draw_chains(expansion: Expansion, scorer: Scorer, num_steps: int, proposal_top_k: int, target_ids: Tensor) -> Tensor:
     """Draw one chain of L levels per session, for verification by rejection sampling.
 
-    The expansion scores by `chain_scorer`. Probabilities of a level are cut to the likeliest C tokens; C is `proposal_top_k`
-    or the draft vocabulary's size. A token is drawn by an exponential race over (seed, position, token id), with a seed that
-    the target never uses. words: the output of `chain_words` on the device. target_ids maps draft vocabulary ids to the
-    target's.
+    Probabilities of a level are cut to the likeliest C tokens; C is `proposal_top_k` or the draft vocabulary's size. A token
+    is drawn by an exponential race over (seed, position, token id), with a seed that the target never uses.
+
+    Args:
+        scorer: of `chain_scorer`.
+        target_ids: maps draft vocabulary ids to the target's.
 
     Returns:
         Float64 [S, L, 2 C + 1]: at each level C token ids, their C probabilities, and the place of the drawn one.
     """
-    scores, count = expansion.first(), min(proposal_top_k, len(target_ids))
+    scores, count = scorer(expansion.first(), 0), min(proposal_top_k, len(target_ids))
+    sessions, device = len(scores.logits), target_ids.device
     # Of C tokens, their C probabilities, and the place of the drawn one among them.
-    drawn = torch.empty(words.shape[1], num_steps, 2 * count + 1, dtype=torch.float64, device=words.device)
-    draw_children = drafting_kernels(words).draw_children
-    root = torch.zeros(words.shape[1], 1, dtype=torch.int64, device=words.device)
-    for level in range(num_steps):
-        assert scores.probs is not None, "the scorer is not one of chains"
-        tokens = draw_children(scores.logits, words, level, target_ids, drawn, scores.probs)
-        if level + 1 < num_steps:
-            scores = expansion.next(level + 1, root, tokens)
+    drawn = torch.empty(sessions, num_steps, 2 * count + 1, dtype=torch.float64, device=device)
+    root = torch.zeros(sessions, 1, dtype=torch.int64, device=device)
+    for level in range(1, num_steps):
+        tokens = scores.draw(target_ids, drawn)
+        scores = scorer(expansion.next(level, root, tokens), level)
+    scores.draw(target_ids, drawn)
     return drawn
 
 

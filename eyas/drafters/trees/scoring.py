@@ -64,6 +64,15 @@ class Scores:
             return Ranked(best.scores + above[:, :, None], best.ids)
         return best_children(self.logits, *inputs, above, self.probs)
 
+    def draw(self, draft_ids: Tensor, drawn: Tensor) -> Tensor:
+        """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
+
+        Only of a scorer that `chain_scorer` made. draft_ids maps draft vocabulary ids to the target's.
+        """
+        assert self.probs is not None
+        draw_children = drafting_kernels(self.logits).draw_children
+        return draw_children(self.logits, self.words, self.level, draft_ids, drawn, self.probs)
+
 
 # Scores the children of nodes at a level (0 is the root), from logits [S, R, D].
 Scorer = Callable[[Tensor, int], Scores]
@@ -162,20 +171,20 @@ class MaskedScorer:
 
 
 class MaskedExpansion:
-    """An Expansion whose scorer gets the masks of the nodes. They are computed while the draft model runs.
+    """An Expansion that tells the scorer which nodes come, whose masks are computed while the draft model runs.
 
     Args:
-        scorer: that of the expansion.
+        scorer: of the growth.
     """
 
     def __init__(self, expansion: Expansion, scorer: MaskedScorer) -> None:
         self._expansion, self._scorer = expansion, scorer
 
-    def first(self) -> Scores:
+    def first(self) -> Tensor:
         """See Expansion."""
         return self._expansion.first()
 
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Scores:
+    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         """See Expansion."""
         self._scorer.expand(parents, tokens)
         return self._expansion.next(level, parents, tokens)

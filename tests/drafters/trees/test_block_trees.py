@@ -26,7 +26,7 @@ from eyas.protocol.tree import DraftTree
 from tests.drafters.trees.naive_block import NaiveBlock, NaivePEagle
 from tests.drafters.trees.test_eagle_trees import GREEDY, NOISES, assert_same, commit, session
 from tests.support import reference
-from tests.support.given_scores import GivenScores
+from tests.support.given_scores import given_scores
 from tests.support.naive_eagle import NaiveEagle, best_tree
 from tests.support.tiny_block import KINDS, tiny_block_head, tiny_peagle_head
 
@@ -109,8 +109,8 @@ def test_chains_state_the_probabilities_they_are_drawn_from(
 def test_independent_levels_give_the_best_tree_of_all() -> None:
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     shape = TreeConfig(num_draft_tokens=9, num_steps=3, top_k=2)
-    expansion = IndependentExpansion(logits, lambda x, level: GivenScores(torch.log_softmax(x, -1)))
-    candidates = grow_dynamic(expansion, ddtree_shape(shape, 5))
+    expansion = IndependentExpansion(torch.log_softmax(logits, -1))
+    candidates = grow_dynamic(expansion, given_scores, ddtree_shape(shape, 5))
     trees = trees_from_columns(select_nodes(candidates, [TreeBudget(9, 3)] * 2, torch.arange(5)).numpy(), [7, 7])
     for probs, tree in zip(torch.log_softmax(logits, -1).tolist(), trees, strict=True):
         paths = [(a,) for a in range(5)] + [(a, b) for a in range(5) for b in range(5)]

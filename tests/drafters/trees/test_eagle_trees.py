@@ -19,7 +19,7 @@ from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_head
 from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.support.given_scores import GivenScores
+from tests.support.given_scores import given_scores
 from tests.support.naive_eagle import NaiveEagle, best_tree
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
@@ -168,16 +168,16 @@ def test_logits_that_are_no_numbers_are_not_drafted(noise: NoiseKey, tiny_target
 class _Tied:
     """An expansion whose children all have probability 1, so that every score ties."""
 
-    def first(self) -> GivenScores:
-        return GivenScores(torch.zeros(1, 1, 6))
+    def first(self) -> torch.Tensor:
+        return torch.zeros(1, 1, 6)
 
-    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> GivenScores:
-        return GivenScores(torch.zeros(1, 3, 6))
+    def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(1, 3, 6)
 
 
 @given(st.integers(2, 22))
 def test_ties_never_orphan_a_node(nodes: int) -> None:
-    columns = select_nodes(grow_dynamic(_Tied(), SHAPE), [TreeBudget(nodes, 4)], torch.arange(6))
+    columns = select_nodes(grow_dynamic(_Tied(), given_scores, SHAPE), [TreeBudget(nodes, 4)], torch.arange(6))
     (tree,) = trees_from_columns(columns.numpy(), [7])
     tree.validate(7, 8, nodes, 4)
     assert len(tree) == min(nodes, 31)
@@ -189,13 +189,13 @@ def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: i
     generator = torch.Generator().manual_seed(seed)
 
     class Coarse(_Tied):
-        def first(self) -> GivenScores:
-            return GivenScores(-torch.randint(0, 3, (1, 1, 6), generator=generator).float())
+        def first(self) -> torch.Tensor:
+            return -torch.randint(0, 3, (1, 1, 6), generator=generator).float()
 
-        def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> GivenScores:
-            return GivenScores(-torch.randint(0, 3, (1, 3, 6), generator=generator).float())
+        def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+            return -torch.randint(0, 3, (1, 3, 6), generator=generator).float()
 
-    candidates: Candidates = grow_dynamic(Coarse(), SHAPE)
+    candidates: Candidates = grow_dynamic(Coarse(), given_scores, SHAPE)
     columns = select_nodes(candidates, [TreeBudget(nodes, depth)], torch.arange(6))
     (tree,) = trees_from_columns(columns.numpy(), [7])
     tree.validate(7, 8, nodes, depth)
