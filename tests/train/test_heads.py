@@ -19,7 +19,6 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.peagle import ParallelRows
-from eyas.drafters.trees.scoring import make_scorer
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.block import load_block_head
@@ -318,9 +317,8 @@ def inference_logits(drafter: EagleDrafter, tokens: tuple[int, ...], features: T
     assert state is not None
     roots = drafter._roots([context], state[None], None)
     shape = TreeConfig(num_steps=2, top_k=depths)
-    scorer = make_scorer([context], drafter.ranking, depths, drafter.draft_ids)
     with torch.no_grad():
-        found = ParallelRows(drafter._head, scorer, drafter._kv, roots, shape).parallel_logits(depths)[0]
+        found = ParallelRows(drafter._head, drafter._kv, roots, shape).parallel_logits(depths)[0]
     drafter.release(["a"])
     return found
 
