@@ -1,7 +1,7 @@
 """`make chart`: write the chart's schema, values table, dashboards and alerts, and the tables in docs.
 
 docs/configuration.md has the settings, docs/telemetry.md the metrics, docs/http.md the fields of requests,
-docs/drafters.md the table of methods.
+docs/drafters.md the table of methods, docs/models.md the tables of model families.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from eyas.services.router.http.bodies.other_servers import IGNORED, RENAMED, RESHAPED, WRAPPERS
 from eyas.services.router.http.bodies.responses import ResponsesBody
 from eyas.telemetry.metrics import ALL_METRICS, Metric
+from tests.support import family_configs as families
 
 DEPLOY = Path(__file__).parent
 CHART = DEPLOY / "helm"
@@ -32,6 +33,7 @@ DASHBOARDS = DEPLOY / "dashboards"
 CONFIGURATION_PAGE = DEPLOY.parent / "docs" / "configuration.md"
 TELEMETRY_PAGE = DEPLOY.parent / "docs" / "telemetry.md"
 DRAFTERS_PAGE = DEPLOY.parent / "docs" / "drafters.md"
+MODELS_PAGE = DEPLOY.parent / "docs" / "models.md"
 HTTP_PAGE = DEPLOY.parent / "docs" / "http.md"
 # The bodies of the endpoints that generate, by their names in the table of fields.
 BODIES: Mapping[str, type[BaseModel]] = {
@@ -73,6 +75,7 @@ def generated() -> Mapping[Path, str]:
         ),
         TELEMETRY_PAGE: _with_generated(TELEMETRY_PAGE, f"\n{metrics_tables()}\n"),
         DRAFTERS_PAGE: _with_generated(DRAFTERS_PAGE, f"\n{methods_table()}\n"),
+        MODELS_PAGE: _with_generated(MODELS_PAGE, f"\n{families_tables()}\n"),
         HTTP_PAGE: _with_generated(HTTP_PAGE, f"\n{fields_table()}\n"),
     }
     sources = sorted([*DASHBOARDS.glob("*.json"), *DASHBOARDS.glob("alerts.yaml")])
@@ -104,6 +107,34 @@ def methods_table() -> str:
     pair = ("`A+B`", "one head at most", "as its parts", "no", *("as its parts",) * 3, "no")
     lines = [(*rows[0],), ("---",) * len(pair), *(row.values() for row in rows), pair]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def families_tables() -> str:
+    """Return the tables of model families: served, served as the text part of another model, and refused."""
+    limits: dict[tuple[str, str], list[str]] = {}
+    for kind in sorted(families.SERVED):
+        over_ranks = families.NOT_OVER_RANKS.get(kind, "")
+        ranks = "yes" if not over_ranks else f"refused: {over_ranks}" if " " in over_ranks else f"refused: `{over_ranks}`"
+        limits.setdefault((ranks, "no" if kind in families.NO_FEATURES else "yes"), []).append(kind)
+    served = [f"| {_kinds(kinds)} | {ranks} | {heads} |" for (ranks, heads), kinds in sorted(limits.items(), reverse=True)]
+    refused: dict[str, list[str]] = {}
+    for kind, (reason, _) in families.REFUSED.items():
+        refused.setdefault(reason, []).append(kind)
+    refusals = [f"| {_kinds(sorted(kinds))} | {why} | {families.NEEDED.get(why, '')} |" for why, kinds in refused.items()]
+    wrapped = [f"| `{kind}` | `{text}` |" for kind, (text, *_) in sorted(families.WRAPPED.items())]
+    same = [f"| `{kind}` | `{other}` |" for kind, other in sorted(families.SAME_AS.items())]
+    return "\n".join([
+        "| `model_type` served | over ranks | heads that read hidden states |", "|---|---|---|",
+        *served, "",
+        "| model for images or sound | text part that is served |", "|---|---|", *wrapped, "",
+        "| `model_type` | runs as |", "|---|---|", *same, "",
+        "| `model_type` refused | what the refusal says | what Eyas would need |", "|---|---|---|",
+        *refusals, f"| {_kinds(sorted(families.NOT_JUDGED))} | not tested | |",
+    ])  # fmt: skip
+
+
+def _kinds(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def fields_table() -> str:

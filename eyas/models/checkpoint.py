@@ -49,6 +49,8 @@ EMBEDDING_NAMES = (
     "transformer.wte.weight",
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
+    "language_model.embed_tokens.weight",
+    "model.text_model.embed_tokens.weight",
 )
 # The embedding may be tied to the lm_head.
 LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING_NAMES)
@@ -319,10 +321,17 @@ class WeightFiles:
     bytes_read: of all parts so far.
     """
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> None:
-        """Reads no tensor. Raises CheckpointError for a folder without weights."""
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype, device: str, rename: Callable[[str], str] | None = None
+    ) -> None:
+        """Reads no tensor. Raises CheckpointError for a folder without weights.
+
+        rename: the name to give each tensor of `Checkpoint.files`, empty to leave it out; None keeps all names.
+        """
         self.folder, self.dtype, self.bytes_read = checkpoint.folder, dtype, 0
-        self.device, self._map = device, checkpoint.files
+        self._rename = rename or str
+        self.device = device
+        self._map = {own: file for name, file in checkpoint.files.items() if (own := self._rename(name))}
         self.names = frozenset(self._map)
         self._open: dict[Path, tuple[Any, dict[str, str]]] = {}
 
@@ -351,10 +360,11 @@ class WeightFiles:
             return cast(Tensor, handle.get_tensor(stored.get(name, name)))
 
     def _opened(self, file: Path) -> tuple[Any, dict[str, str]]:
-        """Return an open file, and the names that it has for its tensors by the names of `Checkpoint.files`."""
+        """Return an open file, and the names that it has for its tensors by those of `names`."""
         if file not in self._open:
             handle: Any = safe_open(file, framework="pt", device=self.device)
-            self._open[file] = handle, {_own_name(name): name for name in handle.keys()}  # noqa: SIM118 - no mapping
+            stored = handle.keys()
+            self._open[file] = handle, {self._rename(_own_name(name)): name for name in stored}
         return self._open[file]
 
 

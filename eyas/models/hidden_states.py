@@ -7,6 +7,11 @@ from typing import Any
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from eyas.errors import CheckpointError
+
+# Dimensions of hidden states: batch, rows, width.
+ROWS_OF_BATCH = 3
+
 
 class StateHooks:
     """Hooks on the layers of a model that collect their inputs. Targets that share a model share its hooks.
@@ -29,6 +34,11 @@ class StateHooks:
         decoder: Any = self._model.get_decoder()
 
         def keep(states: Tensor) -> None:
+            if states.ndim != ROWS_OF_BATCH:
+                raise CheckpointError(
+                    f"the draft head reads the hidden state of layer {layer}, but {type(decoder).__name__} has several of "
+                    "each token; take a draft model or lookups, or another target"
+                )
             self.states[layer] = states[0]
 
         if layer < 0:  # FINAL_NORM_OUTPUT

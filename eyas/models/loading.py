@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from eyas.cache.kv_cache import KVCache
 from eyas.config.file_values import shown
 from eyas.config.target_limits import check_ranks, quantisation
 from eyas.device.placement import check_device
@@ -47,9 +48,10 @@ from eyas.models.checkpoint import (
 )
 from eyas.models.generation_config import end_tokens
 from eyas.models.inputs import Segment
-from eyas.models.layers.attention import ATTENTION_NAME, register_attention
+from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
 from eyas.models.layers.fused import fuse_layers, unfuse_layers
 from eyas.models.layers.numerics import pin_rotary, use_float32_head
+from eyas.models.layers.relay import relay_arguments
 from eyas.models.parallel.shards import (
     LM_HEAD,
     Shard,
@@ -58,8 +60,9 @@ from eyas.models.parallel.shards import (
     tie_head,
     weightless_model,
 )
-from eyas.models.supported import Architecture, inspect_architecture, measure_kv_shapes, trace_attention
-from eyas.models.target import TargetModel
+from eyas.models.supported import Architecture, inspect_architecture, trace_attention
+from eyas.models.target import PASS_ARGUMENTS, TargetModel
+from eyas.models.text_part import StoredNames, auto_class, drop_padding, find_stored_names, is_nested, text_part
 
 # Settings whose value may show in a tensor's shape.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim")
@@ -88,25 +91,29 @@ def load_target(
     checkpoint = open_checkpoint(source)
     check_quantisation(checkpoint.config, checkpoint.path, device)
     config = read_model_config(checkpoint)
-    if any((checkpoint.folder / name).exists() for name in WEIGHT_FILES):
+    if _has_weights(checkpoint):
         check_layers(checkpoint.files, config, checkpoint.config_file)
     architecture = _inspect(config, checkpoint)
     shapes = architecture.kv_shapes
     longest = context_length(config, max_model_len, checkpoint.path)
-    _check_shapes(architecture.tensors, config, checkpoint)
+    names = stored_names(config, checkpoint, architecture.tensors)
+    _check_shapes(architecture.tensors, config, checkpoint, names)
     ends = end_tokens(checkpoint.folder, config)
-    model = _load_parts(config, checkpoint, dtype, device, shard, [heads for heads, _ in shapes])
+    model = _load_parts(config, checkpoint, dtype, device, shard, [heads for heads, _ in shapes], names)
     if model is None:
-        model = _load_weights(config, checkpoint, dtype)
+        model = _load_weights(config, checkpoint, dtype, names)
         if shard is not None:
             shard_model(model, shard, [heads for heads, _ in shapes])
     model.name_or_path = checkpoint.path
     model.generation_config.eos_token_id = ends
+    _help_layers(model, architecture)
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
     _adapt(target, longest)
-    _fuse(target, _check_attention(target))
+    logits = _check_attention(target)
+    _check_rows(target, logits)
+    _fuse(target, logits)
     return target
 
 
@@ -122,12 +129,21 @@ def target_of(model: Any) -> TargetModel:
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
     shared.set_attn_implementation(ATTENTION_NAME)
-    target = TargetModel(shared, kv_shapes=measure_kv_shapes(read_model_config(model.name_or_path)))
+    architecture = inspect_architecture(read_model_config(model.name_or_path))
+    _help_layers(shared, architecture)
+    target = TargetModel(shared, kv_shapes=architecture.kv_shapes)
     pin_rotary(shared, target.max_model_len)
     use_float32_head(shared)
-    target.config.pad_token_id = None
+    drop_padding(target.config)
     _check_attention(target)
     return target
+
+
+def _help_layers(model: Any, architecture: Architecture) -> None:
+    """Give attention what the layers of an architecture do not pass on to it."""
+    if architecture.needs_relay:
+        relay_arguments(model, PASS_ARGUMENTS)
+    set_windows(model, architecture.windows)
 
 
 def _fuse(target: TargetModel, expected: Tensor) -> None:
@@ -142,7 +158,7 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
         if is_fused:
             unfuse_layers(target.model)
         return
-    tolerance = 1e-3 if target.dtype == torch.float32 else 0.1
+    tolerance = _tolerance(target)
     try:
         error = float((_check_attention(target) - expected).abs().max())
     except CheckpointError:
@@ -154,14 +170,16 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
 
 def _adapt(target: TargetModel, max_model_len: int) -> None:
     """Change what transformers' model does, where packed rows over token slots or exact logits need it."""
-    target.config.pad_token_id = None  # some architectures look for padding in every pass, which waits for the device
+    drop_padding(target.config)
     pin_rotary(target.model, max_model_len)
     optimize_for_cpu(target.model, target.dtype)
     use_float32_head(target.model)
 
 
 def read_model_config(source: CheckpointSource) -> Any:
-    """Return transformers' config of a checkpoint, without a padding token beyond the vocabulary. Raises CheckpointError."""
+    """Return transformers' config of a checkpoint, or of its text part, see `text_part`. A padding token beyond the
+    vocabulary is left out. Raises CheckpointError.
+    """
     from transformers import AutoConfig
 
     checkpoint = open_checkpoint(source)
@@ -173,6 +191,9 @@ def read_model_config(source: CheckpointSource) -> Any:
             config = AutoConfig.from_pretrained(checkpoint.folder)
     except CheckpointError as error:
         raise _named(error, file, raw, _make_config) from error.__cause__
+    config = text_part(config)
+    if is_nested(config, raw) and _has_weights(checkpoint):
+        config.tie_word_embeddings = not any(name.endswith(LM_HEAD) for name in checkpoint.files)
     text = config.get_text_config()
     padding = getattr(text, "pad_token_id", None)
     if padding is not None and not 0 <= padding < text.vocab_size:
@@ -180,6 +201,10 @@ def read_model_config(source: CheckpointSource) -> Any:
                     text.vocab_size)  # fmt: skip
         text.pad_token_id = None
     return config
+
+
+def _has_weights(checkpoint: Checkpoint) -> bool:
+    return any((checkpoint.folder / name).exists() for name in WEIGHT_FILES)
 
 
 def _make_config(values: Mapping[str, Any]) -> Any:
@@ -238,13 +263,36 @@ def _inspect(config: Any, checkpoint: Checkpoint) -> Architecture:
     except CheckpointError as error:
         file = checkpoint.config_file
         if error.__cause__ is None:  # an architecture that Eyas does not serve, whatever its settings
-            raise CheckpointError(f"{file}: {error}") from None
+            of = f"text part of {checkpoint.config['model_type']}: " if is_nested(config, checkpoint.config) else ""
+            raise CheckpointError(f"{file}: {of}{error}") from None
         raise _named(
             error, file, checkpoint.config, lambda values: trace_attention(_make_config(values))
         ) from error.__cause__
 
 
-def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, checkpoint: Checkpoint) -> None:
+def stored_names(config: Any, checkpoint: Checkpoint, own: Iterable[str] = ()) -> StoredNames | None:
+    """Return where a multimodal checkpoint holds the tensors of its text part; None if config.json describes no other part.
+
+    Raises CheckpointError if no embedding is found.
+
+    Args:
+        config: of the text part, as `read_model_config` returns it.
+        own: the parameters of the text model; nothing asks `inspect_architecture`.
+    """
+    if not is_nested(config, checkpoint.config):
+        return None
+    names = find_stored_names(own or inspect_architecture(config).tensors, checkpoint.files)
+    if names is None:
+        raise CheckpointError(f"{checkpoint.path!r} holds no embedding of tokens of its text part, {config.model_type}")
+    others = sum(not names.own(name) for name in checkpoint.files)
+    log.info("%s: %s is served from the tensors %s*; %d others are of other parts and are not read", checkpoint.path,
+             config.model_type, names.prefix, others)  # fmt: skip
+    return names
+
+
+def _check_shapes(
+    expected: Mapping[str, tuple[int, ...]], config: Any, checkpoint: Checkpoint, names: StoredNames | None
+) -> None:
     """Raises CheckpointError for the first stored tensor whose shape or kind of numbers is not what the config implies.
 
     Looks at tensors that have the architecture's own names; transformers renames others. Quantised ones have other shapes.
@@ -252,6 +300,9 @@ def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, checkpoi
     if quantisation(config):
         return
     stored = stored_shapes(checkpoint)
+    if names is not None:
+        expected = {name: expected[own] for name in stored if (own := names.own(name)) in expected}
+        stored = {name: stored[name] for name in expected}
     for name, (shape, is_float) in sorted(stored.items(), key=lambda item: item[0] not in EMBEDDING_NAMES):
         wanted = expected.get(name)
         if wanted is not None and shape != wanted:
@@ -267,19 +318,22 @@ def _check_shapes(expected: Mapping[str, tuple[int, ...]], config: Any, checkpoi
 
 
 def _load_parts(
-    config: Any, checkpoint: Checkpoint, dtype: str, device: str, shard: Shard | None, kv_heads: Sequence[int]
+    config: Any,
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: str,
+    shard: Shard | None,
+    kv_heads: Sequence[int],
+    stored: StoredNames | None,
 ) -> Any | None:
     """Return transformers' model whose weights are read from the files one by one: a rank's part of them, or all for the
     CPU, where they are packed. None for a whole model on another device, and where the files cannot be read in parts.
     """
-    from transformers import AutoModelForCausalLM
-
     if shard is None and device != "cpu":
         return None
-    architecture: Any = AutoModelForCausalLM
     weights = getattr(torch, dtype)
-    make_model = partial(architecture.from_config, config, dtype=weights, attn_implementation=ATTENTION_NAME)
-    files = WeightFiles(checkpoint, weights, device)
+    make_model = partial(auto_class(config).from_config, config, dtype=weights, attn_implementation=ATTENTION_NAME)
+    files = WeightFiles(checkpoint, weights, device, stored.own if stored else None)
     if shard is None:
         model = _load_packed(make_model, files)
     elif (model := load_shard(make_model, files, torch.device(device), shard, kv_heads)) is None:
@@ -307,26 +361,27 @@ def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | Non
     return model
 
 
-def _load_weights(config: Any, checkpoint: Checkpoint, dtype: str) -> Any:
-    """Return transformers' model with all of its weights."""
-    from transformers import AutoModelForCausalLM, GenerationConfig
+def _load_weights(config: Any, checkpoint: Checkpoint, dtype: str, names: StoredNames | None) -> Any:
+    """Return transformers' model with all of its weights. names: see `stored_names`."""
+    from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
-    architecture: Any = AutoModelForCausalLM
     no_defaults: Any = GenerationConfig
     with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), _quiet():
-        model, report = architecture.from_pretrained(
+        model, report = auto_class(config).from_pretrained(
             checkpoint.folder, config=config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
+            key_mapping=names.key_mapping if names else None,
         )  # fmt: skip
     if mismatched := sorted(report["mismatched_keys"]):
         name, shape, wanted = mismatched[0]
         raise CheckpointError(f"{checkpoint.path!r}: {name} has shape {list(shape)}, but its config implies {list(wanted)}")
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{checkpoint.path!r} lacks tensors that its config asks for: {shortened(missing)}")
-    _warn_of_unused(report["unexpected_keys"], checkpoint.path)
+    if names is None:  # else the other parts would be among them
+        _warn_of_unused(report["unexpected_keys"], checkpoint.path)
     return model
 
 
@@ -336,21 +391,44 @@ def _warn_of_unused(names: Iterable[str], source: object) -> None:
 
 
 def _check_attention(target: TargetModel) -> Tensor:
-    """Return logits of a small pass [2, V].
+    """Return logits of a small pass over two sequences [2, V].
 
     Raises CheckpointError unless every layer stores its keys through our attention and only asked rows get logits. An
     architecture that ignores arguments which it does not know would give wrong results without an error.
     """
     name = type(target.model).__name__
     kv_cache = target.new_kv_cache(4)
-    rows, none = np.arange(2), np.zeros(0, dtype=np.int64)
-    segments = [Segment(rows + 1, rows, rows + start, none, None, rows[1:]) for start in (0, 2)]
-    with explained(f"{name} does not work with packed rows over token slots"):
-        logits = target.forward(target.pack(segments), kv_cache).logits
+    logits = _two_sequences(target, kv_cache, (0, 1))
     if len(logits) != 2 or not all(bool(keys.any()) for keys in kv_cache.keys):
         raise CheckpointError(f"{name} does not use transformers' attention interface in every layer; Eyas cannot serve it")
     _check_finite(target, logits)
     return logits
+
+
+def _check_rows(target: TargetModel, expected: Tensor) -> None:
+    """Raises CheckpointError if rows of two sequences affect one another, though attention keeps them apart.
+
+    Convolutions and recurrences look at neighbouring rows. expected: of `_check_attention`.
+    """
+    logits = _two_sequences(target, target.new_kv_cache(4), (1, 0)).flip(0)
+    if target.on_any_rank(float((logits - expected).abs().max()) > _tolerance(target) * float(expected.abs().max())):
+        raise CheckpointError(
+            f"{type(target.model).__name__} mixes rows of different sequences outside attention, as convolutions and "
+            "recurrences do. To serve it, Eyas would need pools of states that branch with the tree; take another model"
+        )
+
+
+def _two_sequences(target: TargetModel, kv_cache: KVCache, order: tuple[int, int]) -> Tensor:
+    """Return logits of the last rows of two sequences in a pass [2, V], in the order in which they are packed."""
+    rows, none = np.arange(2), np.zeros(0, dtype=np.int64)
+    segments = [Segment(rows + 1 + which, rows, rows + 2 * which, none, None, rows[1:]) for which in order]
+    with explained(f"{type(target.model).__name__} does not work with packed rows over token slots"):
+        return target.forward(target.pack(segments), kv_cache).logits
+
+
+def _tolerance(target: TargetModel) -> float:
+    """Return how far logits may differ by rounding, relative to the largest."""
+    return 1e-3 if target.dtype == torch.float32 else 0.1
 
 
 def _check_finite(target: TargetModel, logits: Tensor) -> None:

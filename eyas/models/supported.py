@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import explained
 from eyas.models.layers.numerics import pin_rotary
+from eyas.models.layers.relay import relay_arguments
+from eyas.models.text_part import architecture_class, auto_class, drop_padding, text_part
 
 RECORDING_ATTENTION = "eyas_recording"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap"}
-IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position"}
+# What attention may be given and need not know. Models that do not slice their logits pass logits_to_keep on.
+IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position", "logits_to_keep"}
+MAX_LAYERS_NAMED = 8
+OWN_CODE = "attention code of its own for them"
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """Arguments with which an architecture calls attention in one layer. arguments: names of those that are set and not
-    booleans.
+    """Arguments with which an architecture calls attention in one layer.
+
+    Attributes:
+        arguments: names of those that are set and not booleans.
+        window: of sliding-window attention, in tokens, as an argument says it.
+        mask: what the mask of the layer says; None if the architecture makes none.
     """
 
     layer: int
@@ -34,14 +44,42 @@ class AttentionCall:
     value_width: int
     arguments: frozenset[str]
     causal: bool
+    window: int | None
+    mask: RecordedMask | None
+
+
+@dataclass(frozen=True)
+class RecordedMask:
+    """Mask that transformers would make. is_plain: it goes by the order of tokens and a window alone."""
+
+    window: int | None
+    is_plain: bool
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Architecture that a config builds: (key-value heads, head width) of every layer, and the shape of every parameter."""
+    """Architecture that a config builds.
+
+    Attributes:
+        kv_shapes: (key-value heads, head width) of every layer.
+        tensors: the shape of every parameter.
+        needs_relay: whether its layers keep keyword arguments from attention, see `relay_arguments`.
+        windows: of layers whose mask says another window than the argument of attention, in tokens; None for none.
+    """
 
     kv_shapes: list[tuple[int, int]]
     tensors: Mapping[str, tuple[int, ...]]
+    needs_relay: bool
+    windows: Mapping[int, int | None]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Attention calls of a pass of two rows, and the model that ran it on the meta device."""
+
+    calls: list[AttentionCall]
+    model: Any
+    needs_relay: bool
 
 
 def measure_kv_shapes(config: Any) -> list[tuple[int, int]]:
@@ -52,64 +90,123 @@ def measure_kv_shapes(config: Any) -> list[tuple[int, int]]:
 def inspect_architecture(config: Any) -> Architecture:
     """Return what an architecture needs, measured by a forward pass without weights.
 
-    Raises CheckpointError with the reason for an architecture that is not supported.
+    Raises CheckpointError for an architecture that is not supported: with the layers, the reason, and what Eyas would need.
     """
-    name = config.model_type
+    config = text_part(config)
+    name, num_layers = config.model_type, config.get_text_config().num_hidden_layers
     _check_architecture(config)
     with explained(f"{name} does not work with packed rows over token slots"):
-        found, model = trace_attention(config)
-    calls = sorted(found, key=lambda call: call.layer)
-    missing = set(range(config.get_text_config().num_hidden_layers)) - {call.layer for call in calls}
-    if missing:
-        raise CheckpointError(f"{name}: layers {sorted(missing)} do not attend to the text through transformers' interface")
-    if len({call.layer for call in calls}) < len(calls):
-        raise CheckpointError(f"{name}: a layer attends more than once, but Eyas keeps one set of keys per layer")
-    for call in calls:
-        _check_call(name, call)
+        try:
+            trace = trace_attention(config)
+        except Exception:
+            if architecture_class(config)._supports_attention_backend:
+                raise
+            what = f"{_layers(range(num_layers))} do not attend to the text through transformers' interface"
+            raise _refusal(name, what, OWN_CODE) from None
+    calls = sorted(trace.calls, key=lambda call: call.layer)
+    if missing := sorted(set(range(num_layers)) - {call.layer for call in calls}):
+        what = f"{_layers(missing)} do not attend to the text through transformers' interface"
+        raise _refusal(name, what, OWN_CODE)
+    if len({call.layer for call in calls}) < len(calls) or len(calls) > num_layers:
+        raise _refusal(name, "a layer attends more than once", "several sets of keys for a layer")
+    _check_calls(name, calls)
     shapes = [(call.num_kv_heads, call.key_width) for call in calls]
-    return Architecture(shapes, {own: tuple(weight.shape) for own, weight in model.named_parameters()})
+    tensors = {own: tuple(weight.shape) for own, weight in trace.model.named_parameters()}
+    windows = {call.layer: call.mask.window for call in calls if call.mask and call.mask.window != call.window}
+    return Architecture(shapes, tensors, trace.needs_relay, windows)
+
+
+def _refusal(name: str, what: str, needed: str) -> CheckpointError:
+    return CheckpointError(f"{name}: {what}. To serve it, Eyas would need {needed}; take another model")
+
+
+def _layers(layers: Sequence[int]) -> str:
+    """Return the numbers of layers for a message, the first of many only."""
+    shown = ", ".join(map(str, layers[:MAX_LAYERS_NAMED])) + (", ..." if len(layers) > MAX_LAYERS_NAMED else "")
+    return f"layers [{shown}]"
 
 
 def _check_architecture(config: Any) -> None:
-    from transformers import AutoModelForCausalLM
-
     name, text = config.model_type, config.get_text_config()
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         raise CheckpointError(f"{name} is an encoder-decoder or cross-attends; Eyas serves decoder-only models")
-    mapping: Any = AutoModelForCausalLM._model_mapping
-    if type(config) not in mapping:
-        raise CheckpointError(f"{name} has no causal language model in transformers")
-    architecture = mapping[type(config)]
-    architecture = architecture[0] if isinstance(architecture, tuple) else architecture
-    unknown = sorted(set(getattr(text, "layer_types", None) or ()) - SUPPORTED_LAYERS)
+    types = list(getattr(text, "layer_types", None) or ())
+    unknown = sorted(set(types) - SUPPORTED_LAYERS)
     recurrent = [kind for kind in unknown if kind in RECURRENT_LAYERS]
-    if recurrent or architecture._is_stateful:
-        raise CheckpointError(
-            f"{name} has recurrent layers{_listed(recurrent)}: their state cannot branch over a draft tree or be kept by "
-            "token slots; Eyas serves models whose layers all attend"
+    where = f", {_layers([layer for layer, kind in enumerate(types) if kind in unknown])}" if unknown else ""
+    if recurrent or architecture_class(config)._is_stateful:
+        raise _refusal(
+            name,
+            f"it has recurrent layers{_listed(recurrent)}{where}: their state cannot branch over a draft tree or be kept by "
+            "token slots",
+            "pools of states that branch with the tree",
         )
     if unknown:
-        raise CheckpointError(f"{name} has layers of types that Eyas does not support:{_listed(unknown)}")
-    if not architecture._supports_attention_backend:
-        raise CheckpointError(f"{name}: {architecture.__name__} does not go through transformers' attention interface")
+        what = f"it has layers of types that Eyas does not support:{_listed(unknown)}{where}"
+        raise _refusal(name, what, "a mask and keys of their kind")
 
 
-def trace_attention(config: Any) -> tuple[list[AttentionCall], Any]:
-    """Return every attention call of a forward pass of two rows on the meta device, and the model."""
-    from transformers import AttentionInterface, AutoModelForCausalLM
+def trace_attention(config: Any) -> Trace:
+    """Return every attention call of a forward pass of two rows on the meta device."""
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(RECORDING_ATTENTION, _recording_attention)
-    bare = copy.deepcopy(config)
+    AttentionMaskInterface.register(RECORDING_ATTENTION, _recording_mask)
+    bare = copy.deepcopy(text_part(config))
     bare.__dict__.pop("quantization_config", None)
-    bare.get_text_config().pad_token_id = None  # some look for padding among the tokens, which have no values here
-    calls: list[AttentionCall] = []
+    drop_padding(bare)
     rows = torch.tensor([[0, 1]], device="meta")
-    with torch.device("meta"), torch.inference_mode():
-        architecture: Any = AutoModelForCausalLM
-        model = architecture.from_config(bare, attn_implementation=RECORDING_ATTENTION, dtype=torch.bfloat16)
+
+    def run(model: Any) -> list[AttentionCall]:
+        calls: list[AttentionCall] = []
+        # Without an attention_mask transformers would look for sequences in the values of the positions.
+        model(input_ids=rows, attention_mask=rows, position_ids=rows, use_cache=False, logits_to_keep=rows[0, :1],
+              calls=calls)  # fmt: skip
+        return calls
+
+    with torch.device("meta"), torch.inference_mode(), _WithoutValues():
+        model = auto_class(bare).from_config(bare, attn_implementation=RECORDING_ATTENTION, dtype=torch.bfloat16).eval()
         pin_rotary(model, 0)
-        model.eval()(input_ids=rows, position_ids=rows, use_cache=False, logits_to_keep=rows[0, :1], calls=calls)
-    return calls, model
+        try:
+            return Trace(run(model), model, needs_relay=False)
+        except _UndeliveredError:
+            relay_arguments(model, ("calls",))
+            return Trace(run(model), model, needs_relay=True)
+
+
+class _UndeliveredError(TypeError):
+    """Raised by attention that did not get the arguments of the pass."""
+
+
+class _WithoutValues(TorchFunctionMode):
+    """Answers what models ask of values, which the meta device does not have: nothing is nonzero, and all checks hold.
+
+    So experts find no rows, and distributions find their parameters valid.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        named = kwargs or {}
+        if func is Tensor.__bool__ and args[0].is_meta:
+            return True
+        if func not in (torch.nonzero, Tensor.nonzero):
+            return func(*args, **named)
+        found = torch.empty(0, args[0].ndim, dtype=torch.int64, device=args[0].device)
+        return tuple(found.unbind(1)) if named.get("as_tuple") else found
+
+
+class _Mask(Tensor):
+    """A mask without values that says how it was asked for."""
+
+    recorded: RecordedMask
+
+
+def _recording_mask(*_: Any, local_size: int | None = None, use_vmap: bool = False, **arguments: Any) -> Tensor:
+    """Takes the place of a maker of masks. transformers sets use_vmap for masks of a model's own."""
+    mask = torch.empty(1, 1, 1, 1, device="meta").as_subclass(_Mask)
+    mask.recorded = RecordedMask(local_size, not use_vmap)
+    return mask
 
 
 def _recording_attention(
@@ -124,28 +221,38 @@ def _recording_attention(
 ) -> tuple[Tensor, None]:
     """Takes the place of attention and records how it is called."""
     if calls is None:
-        raise TypeError("its layers do not pass keyword arguments on to attention")
-    arguments["attention_mask"] = attention_mask
+        raise _UndeliveredError("its layers do not pass keyword arguments on to attention")
+    mask = getattr(attention_mask, "recorded", None)
+    arguments["attention_mask"] = None if mask is not None and mask.is_plain else attention_mask
     given = frozenset(name for name, value in arguments.items() if value is not None and not isinstance(value, bool))
     layer: Any = module.layer_idx
     causal = bool(getattr(module, "is_causal", True))
-    calls.append(AttentionCall(int(layer), key.shape[1], key.shape[-1], value.shape[-1], given, causal))
-    return query.new_zeros(*query.shape[:3], value.shape[-1]).transpose(1, 2), None
+    window = arguments.get("sliding_window")
+    shape = key.shape[1], key.shape[-1], value.shape[-1]
+    calls.append(AttentionCall(int(layer), *shape, given, causal, window, mask))
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
-def _check_call(name: str, call: AttentionCall) -> None:
-    unknown = sorted(call.arguments - SUPPORTED_ARGUMENTS - IGNORED_ARGUMENTS)
+def _check_calls(name: str, calls: Sequence[AttentionCall]) -> None:
+    """Raises CheckpointError for calls of attention that Eyas does not answer, with the layers that make them."""
+    arguments = {call.layer: call.arguments - SUPPORTED_ARGUMENTS - IGNORED_ARGUMENTS for call in calls}
+    unknown = sorted(set().union(*arguments.values()))
+    unequal = [call for call in calls if call.key_width != call.value_width]
     if "s_aux" in unknown:
-        raise CheckpointError(f"{name} uses attention sinks, which Eyas does not support")
+        sinks = _layers([layer for layer, given in arguments.items() if "s_aux" in given])
+        raise _refusal(name, f"{sinks} use attention sinks", "a sink in the softmax of every attention kernel")
     if unknown:
-        raise CheckpointError(f"{name} gives attention arguments that Eyas does not support:{_listed(unknown)}")
-    if call.key_width != call.value_width:
-        raise CheckpointError(
-            f"{name} uses latent attention: keys of width {call.key_width}, values of width {call.value_width}; "
-            "Eyas keeps keys and values of one width"
+        where = _layers([layer for layer, given in arguments.items() if given])
+        what = f"{where} give attention arguments that Eyas does not support:{_listed(unknown)}"
+        raise _refusal(name, what, "the meaning of these arguments in its attention")
+    if unequal:
+        what = (
+            f"{_layers([call.layer for call in unequal])} have keys of width {unequal[0].key_width} and values of width "
+            f"{unequal[0].value_width}, as in latent attention; Eyas keeps both of one width"
         )
-    if not call.causal:
-        raise CheckpointError(f"{name} attends in both directions; Eyas serves causal models")
+        raise _refusal(name, what, "slots for a latent, or for unequal widths")
+    if both := [call.layer for call in calls if not call.causal]:
+        raise _refusal(name, f"{_layers(both)} attend in both directions", "tokens that are all known before the pass")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -35,6 +35,9 @@ from eyas.models.parallel.shards import (
 )
 from eyas.models.supported import EXPERT_COUNTS, measure_kv_shapes
 
+# What `forward` gives to attention through the model's layers.
+PASS_ARGUMENTS = ("packed", "kv_cache")
+
 
 @dataclass(frozen=True)
 class TargetOutput:
@@ -99,8 +102,16 @@ class TargetModel:
         return other
 
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:
-        """Collect the hidden states of these layers from now on. Raises CheckpointError for a layer that does not exist."""
-        num_layers = len(self.model.get_decoder().layers) if layers else 0
+        """Collect the hidden states of these layers from now on. Raises CheckpointError for a layer that does not exist, and
+        for a model whose layers cannot be hooked.
+        """
+        decoder = self.model.get_decoder()
+        if layers and not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
+            raise CheckpointError(
+                f"the draft head reads hidden states of the target, but {type(decoder).__name__} does not show its layers "
+                "and its final norm as `layers` and `norm`; take a draft model or lookups, or another target"
+            )
+        num_layers = len(decoder.layers) if layers else 0
         for layer in layers:
             if layer != FINAL_NORM_OUTPUT and not 0 <= layer <= num_layers:
                 raise CheckpointError(

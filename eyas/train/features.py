@@ -24,9 +24,10 @@ from eyas.models.heads.eagle_config import read_rotary
 from eyas.models.heads.layers import LayerSizes, read_layer_sizes
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.layers.attention import import_transformers
-from eyas.models.loading import read_model_config, target_of
+from eyas.models.loading import read_model_config, stored_names, target_of
 from eyas.models.parallel.shards import weightless_model
 from eyas.models.target import TargetModel
+from eyas.models.text_part import auto_class
 from eyas.train.config import HeadConfig
 from eyas.train.data import Batch, Windows
 
@@ -173,7 +174,6 @@ class OnlineTarget:
 
 def _load_whole(model: str, dtype: torch.dtype) -> Any:
     """Return transformers' frozen model with all of its weights, in the host's memory. Raises CheckpointError."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -181,7 +181,9 @@ def _load_whole(model: str, dtype: torch.dtype) -> Any:
     config = read_model_config(target)
     check_layers(target.files, config, target.config_file)
     with explained(f"transformers cannot load a causal LM from {model!r}"):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(target.folder, config=config, dtype=dtype)
+        names = stored_names(config, target)
+        mapping = names.key_mapping if names else None
+        loaded: Any = auto_class(config).from_pretrained(target.folder, config=config, dtype=dtype, key_mapping=mapping)
     return loaded.eval().requires_grad_(False)
 
 
@@ -193,17 +195,17 @@ def _load_sharded(folder: Path, device: torch.device, dtype: torch.dtype) -> tup
     `_shard_decoder`.
     """
     from torch.distributed.tensor import DTensor
-    from transformers import AutoModelForCausalLM
 
-    architecture: Any = AutoModelForCausalLM
     target = Checkpoint(folder)
-    make_model = partial(architecture.from_config, read_model_config(target), dtype=dtype)
-    files = WeightFiles(target, dtype, str(torch.empty(0, device=device).device))
+    config = read_model_config(target)
+    make_model = partial(auto_class(config).from_config, config, dtype=dtype)
+    names = stored_names(config, target)
+    files = WeightFiles(target, dtype, str(torch.empty(0, device=device).device), names.own if names else None)
     found = weightless_model(make_model, files)
     if found is None:
         log.warning("%s: each process reads all weights into memory before it takes its part", folder)
         return None
-    model, names = found
+    model, parameters = found
     decoder = model.eval().get_decoder()
     prefix = next(path for path, module in model.named_modules() if module is decoder)
     _shard_decoder(decoder, device)
@@ -213,7 +215,7 @@ def _load_sharded(folder: Path, device: torch.device, dtype: torch.dtype) -> tup
         start = min(mesh.get_local_rank() * -(-len(whole) // mesh.size()), len(whole))
         rows = torch.empty_like(local, device=files.device)
         if len(local):
-            rows = files[names[f"{prefix}.{name}"]].narrow(0, start, len(local))
+            rows = files[parameters[f"{prefix}.{name}"]].narrow(0, start, len(local))
         shape, stride = whole.shape, whole.stride()
         parts[name] = DTensor.from_local(rows, mesh, whole.placements, run_check=False, shape=shape, stride=stride)
     decoder.load_state_dict(parts, strict=False, assign=True)

@@ -1,48 +1,70 @@
 """The config alone rejects an unsupported model, with the reason; rotary tables and nested configs are right."""
 
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser, load_head
+from eyas.models.layers.attention import register_attention
 from eyas.models.loading import load_target
-from eyas.models.supported import measure_kv_shapes
+from eyas.models.supported import inspect_architecture, measure_kv_shapes
 from tests.models.test_target import expected, make_kv_cache, run, segment
-from tests.support.families import FAMILIES, LONG, config_of, write_model
+from tests.support.families import config_of, write_model, write_wrapped
+from tests.support.family_configs import (
+    CONV,
+    ENCODER,
+    FAMILIES,
+    LONG,
+    MORE_FAMILIES,
+    NEEDED,
+    NOT_JUDGED,
+    ONCE,
+    RECURRENT,
+    REFUSED,
+    SAME_AS,
+    WRAPPED,
+)
 from tests.support.tiny import write_head
-
-LINEAR = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "mamba": ({}, "recurrent layers linear_attention"),
-    "rwkv": ({"attention_hidden_size": 32}, "recurrent layers: their state"),
-    "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1}, "recurrent layers linear_attention"),
-    "qwen3_next": (LINEAR, "recurrent layers linear_attention"),
-    "recurrent_gemma": ({}, "recurrent layers"),
-    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "recurrent layers conv"),
-    "minimax": (LINEAR, "recurrent layers linear_attention"),
-    "llama4_text": ({"layer_types": ["chunked_attention"] * 3}, "does not support: chunked_attention"),
-    "gpt_oss": ({"head_dim": 8, "num_local_experts": 4}, "attention sinks"),
-    "deepseek_v3": (
-        {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-         "v_head_dim": 12, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 3},
-        "latent attention: keys of width 16, values of width 12",
-    ),
-    "bart": ({}, "encoder-decoder"),
-    "bert": ({"is_decoder": False}, "attends in both directions"),
-    "bloom": ({}, "does not go through transformers' attention interface"),
-    "vit": ({}, "has no causal language model"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
-def test_an_unsupported_model_is_rejected_without_weights(model_type: str, tmp_path: Path) -> None:
-    settings, reason = REFUSED[model_type]
-    config_of(model_type, **settings).save_pretrained(tmp_path)
+def test_a_refusal_names_layers_and_what_is_missing(model_type: str) -> None:
+    reason, settings = REFUSED[model_type]
+    register_attention()
+    config = config_of(model_type, **settings) if settings is not None else AutoConfig.for_model(model_type)
+    with pytest.raises(CheckpointError, match=re.escape(reason)) as refusal:
+        inspect_architecture(config)
+    if reason != ENCODER:
+        assert f"To serve it, Eyas would need {NEEDED[reason]};" in str(refusal.value)
+    if reason not in (ENCODER, ONCE) and model_type not in ("rwkv", "recurrent_gemma", "xlstm"):
+        assert re.search(r"layers \[\d", str(refusal.value)), "it says which layers"
+
+
+@pytest.mark.parametrize(("model_type", "reason"), [("mamba", RECURRENT), ("vit", "has no causal language model")])
+def test_an_unsupported_model_is_rejected_without_weights(model_type: str, reason: str, tmp_path: Path) -> None:
+    config_of(model_type).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=reason):
         load_target(str(tmp_path))
+
+
+def test_a_refused_text_part_is_named_with_its_wrapper(tmp_path: Path) -> None:
+    AutoConfig.for_model("lfm2_vl", text_config=config_of("lfm2", **CONV).to_dict()).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"text part of lfm2_vl: lfm2: it has recurrent layers conv, layers \[0, 2\]"):
+        load_target(str(tmp_path))
+
+
+def test_every_family_of_transformers_is_in_a_table() -> None:
+    kinds = {kind for kind, _ in FAMILIES.values()}
+    tables = [kinds, MORE_FAMILIES, WRAPPED, REFUSED, SAME_AS, NOT_JUDGED]
+    named = [kind for table in tables for kind in table]
+    assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(named) == set(), "say of each whether it is served"
+    assert len(named) == len(set(named)), "in one table only"
+    assert set(SAME_AS.values()) <= kinds | set(MORE_FAMILIES) | set(REFUSED)
 
 
 def test_cross_attention_layers_are_refused_by_number(tmp_path: Path) -> None:
@@ -86,19 +108,10 @@ def test_a_dynamic_table_does_not_move_with_the_longest_row(tmp_path: Path) -> N
     assert torch.equal(before, after)
 
 
-def test_a_text_model_inside_a_multimodal_one_is_served(tmp_path: Path) -> None:
-    from transformers import Gemma3Config
-
-    kind, settings = FAMILIES["gemma-3"]
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
-              "patch_size": 14}  # fmt: skip
-    config = Gemma3Config(text_config=config_of(kind, **settings).to_dict(), vision_config=vision, mm_tokens_per_image=4)
-    folder = write_model(tmp_path, config)
+def test_heads_take_the_embedding_of_a_text_part(tmp_path: Path) -> None:
+    folder = write_wrapped("gemma3", tmp_path)
     target = load_target(folder)
     assert (target.vocab_size, target.max_model_len, target.kv_shapes) == (48, 256, [(2, 16)] * 3)
-    tokens, slots = list(range(3, 40)), torch.arange(400).numpy()
-    got = run(target, [segment(tokens, 0, slots[:37], slots[:0])], make_kv_cache(target))[0]
-    torch.testing.assert_close(got, expected(folder, tokens), atol=1e-4, rtol=1e-4)
     head = load_head(str(write_head(tmp_path / "head")), folder)
     assert head.max_model_len == 256
     assert torch.equal(head.embedding, target.model.get_input_embeddings().weight)

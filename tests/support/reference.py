@@ -3,9 +3,10 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from eyas.api.request import SamplingParams
 from eyas.protocol.commit import NoiseKey
@@ -112,8 +113,15 @@ def draw(logits: torch.Tensor, params: SamplingParams, position: int) -> int:
 @functools.cache
 def load_reference(path: str) -> torch.nn.Module:
     """transformers' own model with its own attention."""
-    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    auto = whole_class(AutoConfig.from_pretrained(path))
+    model: torch.nn.Module = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     return model.eval()
+
+
+def whole_class(config: Any) -> Any:
+    """The Auto class of a whole model, images and sound included."""
+    images: Any = AutoModelForImageTextToText
+    return images if type(config) in images._model_mapping else AutoModelForCausalLM
 
 
 def forward(path: str, tokens: list[int]) -> torch.Tensor:

@@ -7,6 +7,7 @@ H query heads, J key-value heads, D head width, S slots; B, Q, K as in eyas.mode
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from eyas.models.inputs import PackedInputs, PaddedGroup
 
 ATTENTION_NAME = "eyas"
 
+# Attribute of an attention module whose window is in its mask, which we do not take; see `set_windows`.
+WINDOW = "window_of_mask"
+
 
 def register_attention() -> None:
     """Make `attn_implementation="eyas"` known to transformers. Registering twice is harmless."""
@@ -28,6 +32,14 @@ def register_attention() -> None:
     from transformers import AttentionInterface
 
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
+
+
+def set_windows(model: nn.Module, windows: Mapping[int, int | None]) -> None:
+    """Give attention the windows, in tokens, of these layers, whatever their modules say. None: it sees all tokens."""
+    for module in model.modules() if windows else ():
+        layer: Any = getattr(module, "layer_idx", None)
+        if layer in windows:
+            setattr(module, WINDOW, windows[layer])
 
 
 def kv_sources(config: Any) -> list[int]:
@@ -82,7 +94,9 @@ def slot_attention(  # noqa: PLR0913  # the signature that transformers calls
     scales = kv_cache.scales[layer]
     store_rows(kv_cache.keys[layer], packed.slots, key[0].transpose(0, 1), scales.key)
     store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
-    return attend_layer(query[0].transpose(0, 1), kv_cache, layer, packed, scaling, sliding_window, softcap)[None], None
+    window = getattr(module, WINDOW, sliding_window)
+    out = attend_layer(query[0].transpose(0, 1), kv_cache, layer, packed, scaling, window, softcap)
+    return out[None].contiguous(), None  # as transformers' own; layers view it, or would copy it themselves
 
 
 def attend_layer(

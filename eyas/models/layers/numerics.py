@@ -21,7 +21,7 @@ from eyas.models.inputs import PackedInputs, Segment
 # Numbers of an unpacked weight on the CPU that are converted to float32 at a time.
 CHUNK_ELEMENTS = 1 << 20
 # Settings of models that scale or cap logits behind the output head.
-LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+LOGIT_SCALES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
 
 def pin_rotary(model: nn.Module, max_model_len: int) -> None:

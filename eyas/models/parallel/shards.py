@@ -46,6 +46,8 @@ SPLIT_QUANTISATIONS = ("torchao",)
 LM_HEAD = "lm_head.weight"
 # How a row is drawn from parts: by the race alone, by a race over what top-p and min-p keep, or from listed tokens.
 _PLAIN, _FILTERED, _LISTED = range(3)
+# Dimensions of the weight of a norm for each head.
+HEADS_AND_WIDTH = 2
 _KV_PROJECTIONS = ("k_proj", "v_proj")
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
 
@@ -187,12 +189,17 @@ def shard_model(
             f"the tensor-parallel plan of {name} asks for {', '.join(sorted(unknown))}, which Eyas does not support; set "
             "engine.tensor_parallel_size to 1"
         )
+    if any(_reads_whole_width(module) for module in model.modules()):
+        raise CheckpointError(
+            f"{name} has MLPs that compare all of their activations (activation_sparsity), which ranks hold in parts; set "
+            "engine.tensor_parallel_size to 1"
+        )
     head, exchanges = model.get_output_embeddings(), Exchanges(shard)
     model.exchanges = exchanges
     model.register_forward_pre_hook(lambda module, args, named: exchanges.start(named["packed"].tokens), with_kwargs=True)
     model.register_forward_hook(lambda module, args, output: exchanges.end())
     for path, module in list(model.named_modules()):
-        style = _style(plan, path)
+        style = _style(plan, path) or _norm_style(plan, path, module)
         if style in GATHERED and int(cast(Any, module).out_features) % shard.size:
             style = None  # every rank gets the whole output anyway
         for key, _ in list(module.named_parameters(recurse=False)):
@@ -220,7 +227,7 @@ def splits_heads(model: Any) -> bool:
 def _layer_shard(path: str, style: str | None, shard: Shard, kv_heads: Sequence[int]) -> Shard:
     """Return the part of a layer: key and value projections are split by whole heads."""
     *above, name = path.split(".")
-    if style != "colwise" or name not in _KV_PROJECTIONS:
+    if style != "colwise" or name not in (*_KV_PROJECTIONS, "k_norm"):
         return shard
     return shard.of_heads(kv_heads[int(next(part for part in reversed(above) if part.isdigit()))])
 
@@ -228,6 +235,20 @@ def _layer_shard(path: str, style: str | None, shard: Shard, kv_heads: Sequence[
 def _style(plan: dict[str, str], path: str) -> str | None:
     """Return how the plan splits a module. It writes `*` for the number of a layer."""
     return plan.get(".".join("*" if part.isdigit() else part for part in path.split(".")))
+
+
+def _norm_style(plan: dict[str, str], path: str, module: nn.Module) -> str | None:
+    """Return how to split a norm of queries or keys that has weights for each head: as its projection; plans say nothing."""
+    above, _, name = path.rpartition(".")
+    weight = getattr(module, "weight", None)
+    if name not in ("q_norm", "k_norm") or not isinstance(weight, Tensor) or weight.ndim != HEADS_AND_WIDTH:
+        return None
+    return _style(plan, f"{above}.{name[0]}_proj")
+
+
+def _reads_whole_width(module: nn.Module) -> bool:
+    """Return whether an MLP drops activations by the mean and deviation of all, as in Gemma 3n."""
+    return bool(getattr(module, "activation_sparsity", 0))
 
 
 def _cut_parameter(whole: Tensor | StoredTensor, style: str | None, shard: Shard) -> Tensor | None:
