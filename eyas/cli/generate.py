@@ -26,6 +26,7 @@ from eyas.cli import options
 from eyas.client import Client, RetryPolicy
 from eyas.config.drafting import NO_DRAFTS
 from eyas.config.file_values import check_source
+from eyas.config.gguf_files import gguf_file
 from eyas.errors import CheckpointError, ConfigError, EyasError, InvalidRequest, RequestFailed, Unavailable
 from eyas.progress import progress
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
@@ -251,6 +252,7 @@ def chat(
     method: options.Method = "",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    tokenizer: options.TokenizerOf = "",
     chat_template: options.Template = "",
     validate_head: options.ValidateHead = "auto",
     quantization: options.Quantization = "",
@@ -342,7 +344,7 @@ def _source_and_prompt(words: list[str], address: str) -> tuple[str, str]:
 
 
 def _names_model(word: str) -> bool:
-    return Path(word).is_dir() or _MODEL.fullmatch(word) is not None
+    return Path(word).is_dir() or gguf_file(word) is not None or _MODEL.fullmatch(word) is not None
 
 
 def _load(source: str, given: dict[str, Any]) -> LLM:

@@ -36,6 +36,7 @@ SERVICE_KEYS: Mapping[str, tuple[str, ...]] = {
     "gpu_memory_utilization": ("verifier.engine.gpu_memory_utilization",),
     "tensor_parallel_size": ("verifier.engine.tensor_parallel_size",),
     "quantization": ("verifier.engine.quantization",),
+    "tokenizer": ("router.models.0.tokenizer",),  # after that of "model"
     "chat_template": ("router.models.0.chat_template",),
     "tool_call_parser": ("router.models.0.tool_call_parser",),
     "reasoning_parser": ("router.models.0.reasoning_parser",),
@@ -44,7 +45,7 @@ SERVICE_KEYS: Mapping[str, tuple[str, ...]] = {
 # The same options where a model runs in this process: the arguments of `LLM` have their names.
 LLM_ARGUMENTS = (
     *("dtype", "device", "validate_head", "max_model_len", "max_num_seqs", "gpu_memory_utilization"),
-    *("tensor_parallel_size", "quantization", "chat_template"),
+    *("tensor_parallel_size", "quantization", "tokenizer", "chat_template"),
 )
 # In a context's meta: the settings of services that a file of options holds, as service.key=value.
 FILE_SETTINGS = "eyas.cli.options.file_settings"
@@ -237,6 +238,9 @@ DraftsAt = Annotated[
     typer.Option(
         help=f"Where drafting runs: {_names(DraftPlacement)}; auto runs lookups, which have no model, in the verifier."
     ),
+]
+TokenizerOf = Annotated[
+    str, typer.Option(help="Folder or hub id with the tokenizer, for a model without one; by default that of MODEL.")
 ]
 Template = Annotated[str, typer.Option(help="File with a Jinja chat template, for a model without one.")]
 ToolParser = Annotated[str, typer.Option(help=f"How the model writes tool calls: {_names(ToolCallParser)}.")]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, TypeVar
 
+from eyas.config.gguf_files import gguf_file
 from eyas.errors import CheckpointError
 
 Kind = Literal[
@@ -285,7 +286,11 @@ def shown(value: object) -> str:
 
 
 def check_source(source: str) -> None:
-    """Raises CheckpointError for what is neither a folder nor can be a hub id; asks no hub and loads nothing."""
+    """Raises CheckpointError for what is no folder, no GGUF file and can be no hub id; asks no hub and loads nothing."""
+    if gguf_file(source) is not None:
+        return
     is_path = Path(source).exists() or source.startswith((".", "/", "~")) or source.count("/") > 1
     if is_path and not Path(source).is_dir():
-        raise CheckpointError(f"no checkpoint folder at {source!r}; give a folder that holds config.json, or a hub id")
+        raise CheckpointError(
+            f"no checkpoint folder at {source!r}; give a folder that holds config.json, a GGUF file, or a hub id"
+        )

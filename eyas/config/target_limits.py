@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from eyas.config import EngineConfig
 from eyas.config.file_values import check_source, check_values, read_json
+from eyas.config.gguf_files import local_folder
 from eyas.errors import CheckpointError, ConfigError
 
 
@@ -17,9 +17,9 @@ def check_target(source: str, engine: EngineConfig) -> None:
     Raises CheckpointError and ConfigError, as loading the target would.
     """
     check_source(source)
-    file = Path(source, "config.json")
-    if not file.parent.is_dir():
+    if (folder := local_folder(source)) is None:
         return
+    file = folder / "config.json"
     config = read_json(file)
     check_values(config, file)
     check_quantization(engine.quantization, config, source)

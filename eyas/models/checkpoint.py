@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from eyas.config import Dtype
 from eyas.config.file_values import check_source, check_values, read_json, shown
+from eyas.config.gguf_files import local_folder
 from eyas.config.target_limits import check_context, quantisation
 from eyas.device.placement import DTYPES
 from eyas.errors import CheckpointError, EyasError
@@ -90,9 +91,11 @@ FUSER_PREFIXES = tuple(
 
 
 def resolve(path_or_id: str) -> Path:
-    """Return the local folder of a checkpoint; a hub id is fetched into the hub's cache. Raises CheckpointError."""
-    if Path(path_or_id).is_dir():
-        return Path(path_or_id)
+    """Return the local folder of a checkpoint, see `local_folder`; a hub id is fetched into the hub's cache. Raises
+    CheckpointError.
+    """
+    if (folder := local_folder(path_or_id)) is not None:
+        return folder
     check_source(path_or_id)
     from huggingface_hub import snapshot_download
 
@@ -108,7 +111,7 @@ class Checkpoint:
     Everything that reads raises CheckpointError.
 
     Attributes:
-        path: folder or hub id.
+        path: folder, GGUF file or hub id.
     """
 
     def __init__(self, path_or_id: str | Path) -> None:

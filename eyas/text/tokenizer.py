@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from eyas.config.file_values import TOKENIZER_VALUES, check_values, is_text, read_json, shown
+from eyas.config.gguf_files import local_folder
 from eyas.errors import CheckpointError, InvalidRequest
 
 _INCOMPLETE = "\ufffd"
@@ -511,9 +512,9 @@ def fetch_file(source: str, name: str) -> Path | None:
     """Return a file of a local folder or of a hub repository; None if there is none. Raises CheckpointError if the hub
     fails.
     """
-    if Path(source).is_dir():
-        file = Path(source, name)
-        return file if file.is_file() else None
+    if (folder := local_folder(source)) is not None:
+        files = (Path(source, name), folder / name)  # what lies beside a GGUF file in its folder comes first
+        return next((file for file in files if file.is_file()), None)
     try:
         return Path(hf_hub_download(source, name))
     except RemoteEntryNotFoundError:

@@ -64,6 +64,7 @@ def run_batch(
     max_num_seqs: options.MaxNumSeqs = None,
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     tensor_parallel_size: options.TensorParallelSize = None,
+    tokenizer: options.TokenizerOf = "",
     chat_template: options.Template = "",
     assignments: AssignmentsOption = None,
 ) -> None:

@@ -88,6 +88,7 @@ def serve(
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     tensor_parallel_size: options.TensorParallelSize = None,
     served_model_name: Names = None,
+    tokenizer: options.TokenizerOf = "",
     chat_template: options.Template = "",
     tool_call_parser: options.ToolParser = "auto",
     reasoning_parser: options.ThinkingParser = "auto",

@@ -31,6 +31,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "gpu_memory_utilization": (0.5, 0.4),
     "tensor_parallel_size": (2, 1),
     "quantization": ("awq", "fp8"),
+    "tokenizer": ("folder", "other"),
     "chat_template": ("file", "other"),
     "tool_call_parser": ("none", "auto"),
     "reasoning_parser": ("none", "auto"),

@@ -1,0 +1,145 @@
+"""Finds the folder of a checkpoint on this machine. A GGUF file is unpacked into one, once. Needs no torch.
+
+So everything else reads folders: the loaders of targets and heads, the router's tokenizer, trainers and fingerprints.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+
+from huggingface_hub.constants import HF_HOME
+
+from eyas.config.gguf_header import MAGIC, read_header
+from eyas.errors import CheckpointError
+
+SUFFIX = ".gguf"
+# What else a folder may hold weights in: then its GGUF files are others of the same model.
+OTHER_WEIGHTS = (".safetensors", ".bin", ".pt")
+# Part of what names the folder of a file. Another number unpacks all files again.
+UNPACKED_FORMAT = 1
+# What reads the files, beside transformers.
+PACKAGES = ("gguf", "accelerate")
+# How llama.cpp names the part of a file that was split, and the file of a vision tower.
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+_TOWER = "mmproj"
+
+log = logging.getLogger(__name__)
+
+
+def local_folder(source: str | Path) -> Path | None:
+    """Return the folder with a checkpoint's files, that of a GGUF file unpacked; None for what is not on this machine.
+
+    Raises CheckpointError for a GGUF file that cannot be served.
+    """
+    file = gguf_file(source)
+    if file is not None:
+        return _unpacked(file)
+    return Path(source) if Path(source).is_dir() else None
+
+
+def gguf_file(source: str | Path) -> Path | None:
+    """Return the GGUF file that a path names: the file, or a folder with one and no other weights. None for others.
+
+    Raises CheckpointError for a file that is missing or no GGUF, a part of one, and a folder with several.
+    """
+    path = Path(source)
+    if path.is_dir():
+        entries = sorted(path.iterdir())
+        if any(entry.suffix in OTHER_WEIGHTS for entry in entries):
+            return None
+        found = [entry for entry in entries if _is_gguf(entry) and not entry.name.startswith(_TOWER)]
+        if len(found) > 1 and not all(_PART.search(entry.name) for entry in found):
+            names = ", ".join(entry.name for entry in found)
+            raise CheckpointError(f"{path} holds {len(found)} GGUF files: {names}; name one of them, such as {found[0]}")
+        path = found[0] if found else path
+    if not _is_gguf(path):
+        return None
+    if not path.is_file():
+        raise CheckpointError(f"no file at {str(path)!r}; give a GGUF file, a folder with a checkpoint, or a hub id")
+    with path.open("rb") as stream:
+        if (begins := stream.read(4)) != MAGIC:
+            raise CheckpointError(f"{path} is no GGUF file: it begins with {begins!r}, not with {MAGIC!r}; fetch it again")
+    if (part := _PART.search(path.name)) and int(part[2]) > 1:
+        raise CheckpointError(
+            f"{path} is part {int(part[1])} of {int(part[2])} of a split GGUF file; join them with llama.cpp's "
+            f"llama-gguf-split --merge FIRST_PART {path.name[: part.start()]}{SUFFIX}, and name that"
+        )
+    return path
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == SUFFIX and not path.is_dir()
+
+
+def _unpacked(file: Path) -> Path:
+    """Return the folder that a GGUF file is unpacked into, which is done if no process has done it. Raises CheckpointError."""
+    folder = _folder_of(file)
+    if folder.is_dir():
+        return folder
+    if missing := [package for package in PACKAGES if find_spec(package) is None]:
+        raise CheckpointError(f"{file} is a GGUF file; install what reads it: pip install {' '.join(missing)}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            _unpack(file, folder)
+    return folder
+
+
+def _folder_of(file: Path) -> Path:
+    """Return where a file is unpacked: in the cache of Hugging Face, by path, size and time of its last change."""
+    try:
+        reader = version("transformers")
+    except PackageNotFoundError as error:
+        raise CheckpointError(
+            f"{file} is a GGUF file, and transformers, which unpacks it, is not installed here; name the folder that it is "
+            "unpacked into elsewhere"
+        ) from error
+    state = file.stat()
+    identity = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {reader} {UNPACKED_FORMAT}"
+    return Path(HF_HOME, "eyas", f"{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}")
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    """Unpack a file in a process of its own: torch stays out of a router, and its memory is free afterwards.
+
+    Raises CheckpointError with the last line that the process prints.
+    """
+    read_header(file)  # a damaged file needs no process
+    log.warning("unpacking %s into %s, once", file, folder)
+    scratch, started = folder.with_name(f"{folder.name}.partial"), time.monotonic()
+    shutil.rmtree(scratch, ignore_errors=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    try:
+        command = [sys.executable, "-P", "-m", "eyas.models.unpacking", str(file), str(scratch)]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if result.returncode:
+            raise CheckpointError(_reason(file, result))
+        scratch.rename(folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if warnings := result.stdout.strip():
+        log.warning("%s: %s", file, warnings)
+    log.warning("unpacked %s in %.0f s", file, time.monotonic() - started)
+
+
+def _reason(file: Path, result: subprocess.CompletedProcess[str]) -> str:
+    """Return why a process did not unpack a file."""
+    if result.returncode < 0:
+        return f"{file}: what unpacks it was ended by signal {-result.returncode}, as for lack of memory; see docs/models.md"
+    lines = (result.stdout.strip() or result.stderr.strip()).splitlines()
+    return lines[-1] if lines else f"{file} cannot be unpacked"

@@ -1,0 +1,266 @@
+"""A GGUF file is served as its folder of safetensors would be: same tokens, same heads, same errors."""
+
+import json
+import logging
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gguf", reason="needs gguf: pip install -e '.[gguf]'")
+
+import gguf
+from transformers import AutoModelForCausalLM, GgufConfig
+
+from eyas.api.request import SamplingParams
+from eyas.config import gguf_files
+from eyas.config.gguf_files import gguf_file, local_folder
+from eyas.config.gguf_header import read_header
+from eyas.errors import CheckpointError
+from eyas.llm import LLM
+from eyas.models.checkpoint import resolve, target_fingerprint
+from eyas.models.unpacking import end_ids, llama3_divisors, readable_kinds, smallest, unpack
+from tests.support.tiny import write_head, write_target
+from tests.support.tiny_gguf import TEMPLATE, write_gguf
+
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+PROMPT = [5, 9, 17, 30, 12]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf_files, "HF_HOME", str(tmp_path_factory.mktemp("hub")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def file(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(target, tmp_path_factory.mktemp("gguf") / "tiny.gguf", "Q8_0")
+
+
+def unpacked(file: Path) -> str:
+    """The folder of a file, unpacked in this process: a new one imports torch again."""
+    folder = file.parent / "unpacked"
+    assert unpack(file, folder) == []
+    return str(folder)
+
+
+def greedy(llm: LLM, num_tokens: int = 24) -> list[int]:
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+    (output,) = llm.generate([{"prompt_token_ids": PROMPT}], sampling, use_tqdm=False)
+    return list(output.outputs[0].token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_are_those_of_transformers(kind: str, target: Path, tmp_path: Path) -> None:
+    file = write_gguf(target, tmp_path / "tiny.gguf", kind)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    with LLM(unpacked(file)) as llm:
+        assert greedy(llm) == expected[0, len(PROMPT) :].tolist()
+        assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("true12")) == "true12"
+
+
+def test_plain_file_equals_its_folder(target: Path, tmp_path: Path) -> None:
+    folder = unpacked(write_gguf(target, tmp_path / "tiny.gguf"))
+    with LLM(folder) as of_file, LLM(str(target), tokenizer=folder) as of_folder:
+        assert greedy(of_file) == greedy(of_folder)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_head_drafts_for_a_file(temperature: float, file: Path, tmp_path: Path) -> None:
+    head = write_head(tmp_path / "head", 48, 24, 32)
+    sampling = SamplingParams(temperature=temperature, max_tokens=24, seed=3)
+    prompts = [{"prompt_token_ids": PROMPT}, {"prompt_token_ids": PROMPT[::-1]}]
+    outputs = []
+    for draft_model in (None, str(head)):
+        method = "eagle3" if draft_model else None
+        with LLM(str(file), draft_model, method, validate_head="never") as llm:
+            outputs.append([output.outputs[0].token_ids for output in llm.generate(prompts, sampling, use_tqdm=False)])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_file_is_unpacked_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = resolve(str(file))
+    with caplog.at_level(logging.WARNING):
+        assert resolve(str(file)) == resolve(str(file.parent)) == folder
+    assert not caplog.records
+    assert not list(folder.parent.glob("*.partial"))
+
+
+def test_another_file_of_a_name_is_unpacked_too(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / file.name
+    shutil.copy(file, other)
+    folder = resolve(str(other))
+    assert folder != resolve(str(file))
+    assert target_fingerprint(folder) == target_fingerprint(str(file)) == target_fingerprint(unpacked(file))
+
+
+def test_template_and_end_tokens_come_from_the_file(file: Path) -> None:
+    folder = resolve(str(file))
+    assert (folder / "chat_template.jinja").read_text() == TEMPLATE
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
+
+
+def test_tokenizer_beside_a_file_goes_first(file: Path, tmp_path: Path) -> None:
+    shutil.copy(file, tmp_path)
+    named = json.loads((resolve(str(file)) / "tokenizer.json").read_text())
+    named["added_tokens"][2]["content"] = "<|other|>"
+    named["model"]["vocab"]["<|other|>"] = named["model"]["vocab"].pop("<|im_end|>")
+    (tmp_path / "tokenizer.json").write_text(json.dumps(named))
+    with LLM(str(tmp_path)) as llm:
+        assert llm.get_tokenizer().name_of(2) == "<|other|>"
+
+
+def test_end_tokens_are_those_stated_and_named() -> None:
+    tokens = {"tokenizer.ggml.tokens": ["a", "<|eot_id|>", "<end_of_turn>"], "tokenizer.ggml.token_type": [1, 3, 1]}
+    assert end_ids({**tokens, "tokenizer.ggml.eos_token_id": 7, "tokenizer.ggml.eot_token_id": 9}, [7, 8]) == [7, 9, 8, 1]
+    assert end_ids({}, None) == []
+
+
+@pytest.mark.parametrize(
+    ("numbers", "dtype"),
+    [([1.0, -2.5], torch.bfloat16), ([1.0009765625], torch.float16), ([1.0000001], torch.float32), ([1e-30], torch.float32)],
+)
+def test_no_number_changes_in_its_smallest_type(numbers: list[float], dtype: torch.dtype) -> None:
+    stored = smallest(torch.tensor(numbers))
+    assert stored.dtype == dtype
+    assert torch.equal(stored.float(), torch.tensor(numbers))
+
+
+def test_scaling_of_llama_3_is_restored(target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tiny.gguf"
+    write_gguf(target, file, freqs=llama3_divisors(4, 10000.0, 32.0).astype(np.float32))
+    config = json.loads(Path(unpacked(file), "config.json").read_text())
+    assert config["rope_parameters"] == {
+        "rope_theta": 10000.0, "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+
+
+def test_divisors_are_those_of_transformers() -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192, "rope_theta": 500000.0}  # fmt: skip
+    config = LlamaConfig(head_dim=128, rope_parameters=scaling)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    plain = 500000.0 ** (-np.arange(64) / 64)
+    np.testing.assert_allclose(plain / llama3_divisors(64, 500000.0, 8.0), scaled.numpy(), rtol=1e-5)
+
+
+def test_linear_scaling_is_restored(target: Path, tmp_path: Path) -> None:
+    values = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
+    file = write_gguf(target, tmp_path / "tiny.gguf", **values)
+    parameters = json.loads(Path(unpacked(file), "config.json").read_text())["rope_parameters"]
+    assert (parameters["rope_type"], parameters["factor"]) == ("linear", 4.0)
+
+
+def damage_kind(file: Path) -> None:
+    """Let the header name a kind of numbers for one tensor that nobody unpacks."""
+    data = bytearray(file.read_bytes())
+    at = data.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
+    data[at : at + 4] = struct.pack("<I", gguf.GGMLQuantizationType.Q8_K.value)
+    file.write_bytes(data)
+
+
+def damage_architecture(file: Path) -> None:
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b"llama", b"lhama"))
+
+
+BROKEN = {
+    "text": (lambda file: file.write_text("version https://git-lfs"), "it begins with b'vers', not with b'GGUF'; fetch"),
+    "empty": (lambda file: file.write_bytes(b""), "it begins with b'', not with b'GGUF'"),
+    "half a header": (lambda file: file.write_bytes(file.read_bytes()[:300]), "is no GGUF file that can be read: .*; fetch"),
+    "no header": (lambda file: file.write_bytes(b"GGUF"), "is no GGUF file that can be read: .*; fetch"),
+    "half": (lambda file: file.write_bytes(file.read_bytes()[:-2000]), "but its tensors end at .*: it is truncated; fetch"),
+    "version": (lambda file: file.write_bytes(b"GGUF\4" + file.read_bytes()[5:]), "has version 4 of the format"),
+    "kind": (damage_kind, "weights of the kind Q8_K, which .* cannot unpack; take a file of another kind, such as Q4_K_M"),
+    "architecture": (damage_architecture, "whose architecture is 'lhama': .*lhama is not supported"),
+    "part": (lambda file: file.rename(file.with_name("a-00001-of-00003.gguf")), r"part 1 of 3 .* --merge FIRST_PART a\.gguf"),
+    "several": (lambda file: shutil.copy(file, file.with_name("b.gguf")), r"holds 2 GGUF files: b\.gguf, tiny\.gguf; name one"),
+    "longrope": (None, "scales its rotary embedding by longrope, which is not read"),
+    "freqs": (None, r"its rope_freqs\.weight is not how Llama 3 scales"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_cannot_be_read_is_refused(name: str, target: Path, tmp_path: Path) -> None:
+    damage, message = BROKEN[name]
+    more: dict[str, Any] = {"longrope": {"rope__scaling__type": "longrope"}, "freqs": {"freqs": np.full(4, 3, np.float32)}}
+    file = write_gguf(target, tmp_path / "tiny.gguf", **more.get(name, {}))
+    if damage is not None:
+        damage(file)
+    with pytest.raises(CheckpointError, match=message) as caught:
+        found = gguf_file(tmp_path)
+        assert found is not None
+        unpack(found, tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_process_refuses_is_an_error_here(target: Path, tmp_path: Path) -> None:
+    file = write_gguf(target, tmp_path / "tiny.gguf")
+    damage_kind(file)
+    with pytest.raises(CheckpointError, match="weights of the kind Q8_K") as caught:
+        LLM(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert not list(Path(gguf_files.HF_HOME, "eyas").glob("*.partial"))
+
+
+def test_missing_packages_are_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = shutil.copy(file, tmp_path)
+    monkeypatch.setattr(gguf_files, "find_spec", lambda name: None if name == "gguf" else object())
+    with pytest.raises(CheckpointError, match=r"install what reads it: pip install gguf$"):
+        local_folder(str(new))
+    assert local_folder(str(file)) is not None  # unpacked already
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"no file at 'nowhere\.gguf'"):
+        LLM("nowhere.gguf")
+
+
+def test_a_full_disk_is_named(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from eyas.models import unpacking
+
+    monkeypatch.setattr(unpacking.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
+    file = write_gguf(target, tmp_path / "tiny.gguf")
+    with pytest.raises(CheckpointError, match="GiB unpacked, and .* 0.0 GiB free; name another place .* HF_HOME"):
+        unpacking.unpack(file, tmp_path / "out")
+
+
+def test_files_beside_other_weights_do_not_count(file: Path, target: Path, tmp_path: Path) -> None:
+    shutil.copytree(target, tmp_path / "both")
+    shutil.copy(file, tmp_path / "both")
+    assert gguf_file(tmp_path / "both") is None
+    assert local_folder(tmp_path / "both") == tmp_path / "both"
+    assert local_folder("some/repository") is None
+
+
+def test_header_is_that_of_the_package(file: Path) -> None:
+    header, reader = read_header(file), gguf.GGUFReader(file)
+    own = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert header.metadata == own
+    assert [(one.name, one.shape, one.kind, one.offset) for one in header.tensors] == [
+        (one.name, tuple(map(int, one.shape[::-1])), one.tensor_type.value, one.data_offset) for one in reader.tensors
+    ]
+
+
+def test_docs_name_the_kinds_that_are_read() -> None:
+    page = " ".join(Path("docs/models.md").read_text().split())
+    assert f"kinds of gguf 0.19: {', '.join(readable_kinds())}." in page
