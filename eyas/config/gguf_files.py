@@ -83,7 +83,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _unpacked(file: Path) -> Path:
-    """Return the folder that a GGUF file is unpacked into, which is done if no process has done it. Raises CheckpointError."""
+    """Return the folder that a GGUF file is unpacked into; one process does that, once. Raises CheckpointError."""
     folder = _folder_of(file)
     if folder.is_dir():
         return folder

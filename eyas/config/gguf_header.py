@@ -65,7 +65,9 @@ def read_header(file: Path) -> GgufHeader:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Reader(data).header()
     except (OSError, ValueError, struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
-        raise CheckpointError(f"{file} is no GGUF file that can be read: {error or type(error).__name__}; fetch it again") from error
+        raise CheckpointError(
+            f"{file} is no GGUF file that can be read: {str(error) or type(error).__name__}; fetch it again"
+        ) from error
 
 
 class _Reader:

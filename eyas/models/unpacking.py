@@ -28,7 +28,7 @@ from eyas.models.supported import inspect_architecture
 # Tokens that end an answer, besides the end of a sequence: files name one of them at most, and llama.cpp knows them all.
 END_TOKENS = (
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<|endoftext|>", "<|eom_id|>"),
-    *("<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>", "_<EOT>", "<｜end▁of▁sentence｜>"),
+    *("<|end_of_text|>", "<|return|>", "<|call|>", "<EOT>", "_<EOT>"),
 )
 CONTROL_TOKEN = 3
 PLAIN_KINDS = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
@@ -148,7 +148,8 @@ def _llama3_scaling(file: Path, tensor: StoredBlock, base: float) -> dict[str, A
         if np.allclose(stored, llama3_divisors(tensor.count, base, factor), rtol=1e-3):
             return {"rope_type": "llama3", "factor": factor, **LLAMA3}
     raise CheckpointError(
-        f"{file}: its rope_freqs.weight is not how Llama 3 scales rotary embeddings; take the model's checkpoint of safetensors"
+        f"{file}: its rope_freqs.weight is not how Llama 3 scales rotary embeddings; take the model's checkpoint of "
+        "safetensors"
     )
 
 
@@ -198,7 +199,7 @@ def smallest(tensor: Tensor) -> Tensor:
 
 
 def _save_config(config: Any, header: GgufHeader, folder: Path) -> None:
-    """Write config.json and generation_config.json. On a GPU, blocks are served in bfloat16 unless --dtype says otherwise."""
+    """Write config.json and generation_config.json. A GPU serves blocks in bfloat16, unless --dtype says otherwise."""
     kinds = {tensor.kind for tensor in header.tensors if len(tensor.shape) > 1}
     served = {0: "float32", 1: "float16"}.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
     values = {key: value for key, value in config.to_dict().items() if value is not None}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 import struct
 from pathlib import Path
@@ -23,6 +24,7 @@ from eyas.config.gguf_header import read_header
 from eyas.errors import CheckpointError
 from eyas.llm import LLM
 from eyas.models.checkpoint import resolve, target_fingerprint
+from eyas.models.supported import inspect_architecture
 from eyas.models.unpacking import end_ids, llama3_divisors, readable_kinds, smallest, unpack
 from tests.support.tiny import write_head, write_target
 from tests.support.tiny_gguf import TEMPLATE, write_gguf
@@ -170,7 +172,7 @@ def test_linear_scaling_is_restored(target: Path, tmp_path: Path) -> None:
 
 
 def damage_kind(file: Path) -> None:
-    """Let the header name a kind of numbers for one tensor that nobody unpacks."""
+    """Let the header give one tensor a kind of numbers that no package unpacks."""
     data = bytearray(file.read_bytes())
     at = data.index(b"blk.0.attn_q.weight") + len("blk.0.attn_q.weight") + 4 + 16
     data[at : at + 4] = struct.pack("<I", gguf.GGMLQuantizationType.Q8_K.value)
@@ -182,7 +184,15 @@ def damage_architecture(file: Path) -> None:
     file.write_bytes(data.replace(b"llama", b"lhama"))
 
 
-BROKEN = {
+def split(file: Path) -> None:
+    file.rename(file.with_name("a-00001-of-00003.gguf"))
+
+
+def double(file: Path) -> None:
+    shutil.copy(file, file.with_name("b.gguf"))
+
+
+BROKEN: dict[str, tuple[Any, str]] = {
     "text": (lambda file: file.write_text("version https://git-lfs"), "it begins with b'vers', not with b'GGUF'; fetch"),
     "empty": (lambda file: file.write_bytes(b""), "it begins with b'', not with b'GGUF'"),
     "half a header": (lambda file: file.write_bytes(file.read_bytes()[:300]), "is no GGUF file that can be read: .*; fetch"),
@@ -191,8 +201,8 @@ BROKEN = {
     "version": (lambda file: file.write_bytes(b"GGUF\4" + file.read_bytes()[5:]), "has version 4 of the format"),
     "kind": (damage_kind, "weights of the kind Q8_K, which .* cannot unpack; take a file of another kind, such as Q4_K_M"),
     "architecture": (damage_architecture, "whose architecture is 'lhama': .*lhama is not supported"),
-    "part": (lambda file: file.rename(file.with_name("a-00001-of-00003.gguf")), r"part 1 of 3 .* --merge FIRST_PART a\.gguf"),
-    "several": (lambda file: shutil.copy(file, file.with_name("b.gguf")), r"holds 2 GGUF files: b\.gguf, tiny\.gguf; name one"),
+    "part": (split, r"part 1 of 3 .* --merge FIRST_PART a\.gguf"),
+    "several": (double, r"holds 2 GGUF files: b\.gguf, tiny\.gguf; name one"),
     "longrope": (None, "scales its rotary embedding by longrope, which is not read"),
     "freqs": (None, r"its rope_freqs\.weight is not how Llama 3 scales"),
 }  # fmt: skip
@@ -206,9 +216,7 @@ def test_what_cannot_be_read_is_refused(name: str, target: Path, tmp_path: Path)
     if damage is not None:
         damage(file)
     with pytest.raises(CheckpointError, match=message) as caught:
-        found = gguf_file(tmp_path)
-        assert found is not None
-        unpack(found, tmp_path / "out")
+        unpack(gguf_file(tmp_path) or file, tmp_path / "out")
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()
 
@@ -240,7 +248,7 @@ def test_a_full_disk_is_named(target: Path, tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(unpacking.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
     file = write_gguf(target, tmp_path / "tiny.gguf")
-    with pytest.raises(CheckpointError, match="GiB unpacked, and .* 0.0 GiB free; name another place .* HF_HOME"):
+    with pytest.raises(CheckpointError, match=r"GiB unpacked, and .* 0\.0 GiB free; name another place .* HF_HOME"):
         unpacking.unpack(file, tmp_path / "out")
 
 
@@ -264,3 +272,22 @@ def test_header_is_that_of_the_package(file: Path) -> None:
 def test_docs_name_the_kinds_that_are_read() -> None:
     page = " ".join(Path("docs/models.md").read_text().split())
     assert f"kinds of gguf 0.19: {', '.join(readable_kinds())}." in page
+
+
+def test_docs_name_the_architectures_that_are_read() -> None:
+    from transformers import AutoConfig
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    page = Path("docs/models.md").read_text()
+    rows = {
+        line.split("|")[2].strip(): re.findall("`(.*?)`", line)
+        for line in page.splitlines()
+        if "`starcoder2`" in line or "`umt5`" in line
+    }
+    served, refused = rows["served"], rows["refused, as their folders are"]
+    own = {name.replace("-", "_").replace("moe", "_moe") for name in served + refused}
+    assert own == set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"}
+    in_transformers = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "gemma4": "gemma4_text",
+                       "deci": "llama", "minimax-m2": "minimax_m2"}  # fmt: skip
+    for name in served:
+        inspect_architecture(AutoConfig.for_model(in_transformers.get(name, name)))

@@ -101,7 +101,7 @@ def test_the_page_on_architecture_has_the_layers() -> None:
 # What `eyas serve` does not run, and optional packages that are imported where they are used: without them
 # an error names them, or plain code runs.
 NOT_SERVED = ("services/ray/", "eyas/bench/", "eyas/train/", "eyas/cli/bench.py", "eyas/cli/train.py", "eyas/ea_model.py")
-OPTIONAL = {"triton", "torchao", "pydivsufsort", "tqdm", "numba", "llvmlite"}
+OPTIONAL = {"triton", "torchao", "pydivsufsort", "tqdm", "numba", "llvmlite", "gguf"}
 IMPORT = re.compile(r"^ *(?:import (\w+)|from (\w+)[\w.]* import )", re.MULTILINE)
 
 

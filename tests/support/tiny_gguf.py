@@ -66,7 +66,9 @@ def write_gguf(target: Path, file: Path, kind: str = "F32", freqs: Any = None, *
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     for name, weight in load_file(target / "model.safetensors").items():
         own = names.get_name(name, try_suffixes=(".weight",))
-        weight = permuted(weight, heads if "q_proj" in name else kv_heads) if "q_proj" in name or "k_proj" in name else weight
+        weight = (
+            permuted(weight, heads if "q_proj" in name else kv_heads) if "q_proj" in name or "k_proj" in name else weight
+        )
         stored = gguf.GGMLQuantizationType[kind if weight.ndim > 1 else "F32"]
         writer.add_tensor(own, gguf.quantize(weight.astype(np.float32), stored), raw_dtype=stored)
     if freqs is not None:

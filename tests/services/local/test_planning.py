@@ -37,6 +37,8 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "reasoning_parser": ("none", "auto"),
     "special_tokens_in_content": ("text", "token"),
 }
+# Of --tokenizer, and of MODEL without it.
+TOKENIZER = "router.models.0.tokenizer"
 OPTIONS = sorted(SERVICE_KEYS.keys() - {"aliases"})
 
 
@@ -104,6 +106,8 @@ def test_an_option_goes_before_whole_sections_of_a_file(option: str, form: str, 
     for name in OPTIONS:
         for key in SERVICE_KEYS[name]:
             wanted = expected(name, key) if name in (option, "model") else VALUES[name][1]
+            if key == TOKENIZER:
+                wanted = expected("tokenizer" if option == "tokenizer" else "model", key)
             assert value_of(configs, key) == wanted, key
     aliases = ("two",) if option == "served_model_name" else ("alias",)
     assert value_of(configs, "router.models.0.aliases") == aliases
@@ -119,7 +123,7 @@ def test_options_of_a_file_go_before_its_sections(command: str, tmp_path: Path) 
     )
     for name in options:
         for key in SERVICE_KEYS[name]:
-            assert value_of(configs, key) == expected(name, key), key
+            assert value_of(configs, key) == expected("tokenizer" if key == TOKENIZER else name, key), key
 
 
 def test_set_has_the_last_word(tmp_path: Path) -> None:
