@@ -49,7 +49,7 @@ app = typer.Typer()
 def main(
     model: Annotated[str, typer.Option(help="GGUF file, folder or hub id; by default Gemma 3 270M is fetched.")] = "",
     work: Annotated[Path, typer.Option(help="Folder of all that is fetched, trained and measured.")] = Path("build/gemma"),
-    minutes: Annotated[float, typer.Option(help="Most minutes of training.")] = 15.0,
+    minutes: Annotated[float, typer.Option(help="Minutes of training, at the rate of its first steps.")] = 15.0,
     text: Annotated[list[Path] | None, typer.Option(help="Text to train on; by default parts of Python's library.")] = None,
     num_prompts: Annotated[int, typer.Option(help="Prompts that are measured.")] = 6,
     max_tokens: Annotated[int, typer.Option(help="Tokens that each prompt is continued by.")] = 48,
@@ -92,7 +92,7 @@ def fetch(work: Path) -> Path:
 
 
 def train(model: str, work: Path, minutes: float, text: Sequence[Path]) -> Path:
-    """Return the folder of a head that was trained for at most `minutes`. A run that was stopped goes on."""
+    """Return the folder of a head that was trained for `minutes`, at the rate of its first steps; a stopped run goes on."""
     data, run = work / "data", work / "head"
     if not (data / "prepared.json").exists():
         exclude = f"--exclude={DEMO / 'heldout_modules.json'}"

@@ -49,7 +49,7 @@ def unpack(file: Path, folder: Path) -> list[str]:
     _check_tensors(header.tensors, file)
     _check_space(header, file, folder.parent)
     # transformers makes one for the config and one for the weights, each in half a minute where the vocabulary is large
-    gguf.GGUFReader = cache(gguf.GGUFReader)  # type: ignore[assignment,misc]
+    gguf.GGUFReader = cache(gguf.GGUFReader)
     config = _config(file, header)
     try:
         inspect_architecture(config)

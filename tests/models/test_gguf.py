@@ -18,10 +18,12 @@ import gguf
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from eyas.api.request import SamplingParams
-from eyas.config import gguf_files
+from eyas.config import EngineConfig, gguf_files
+from eyas.config.file_values import check_source
 from eyas.config.gguf_files import gguf_file, local_folder
 from eyas.config.gguf_header import read_header
-from eyas.errors import CheckpointError
+from eyas.config.target_limits import check_target
+from eyas.errors import CheckpointError, ConfigError
 from eyas.llm import LLM
 from eyas.models.checkpoint import resolve, target_fingerprint
 from eyas.models.supported import inspect_architecture
@@ -228,6 +230,20 @@ def test_what_a_process_refuses_is_an_error_here(target: Path, tmp_path: Path) -
         LLM(str(tmp_path))
     assert "\n" not in str(caught.value)
     assert not list(Path(gguf_files.HF_HOME, "eyas").glob("*.partial"))
+
+
+def test_settings_are_checked_against_a_file(file: Path) -> None:
+    check_source(str(file))
+    with pytest.raises(ConfigError, match=r"max_model_len is 1000.* 256"):
+        check_target(str(file), EngineConfig(max_model_len=1000))
+
+
+@pytest.mark.nightly
+def test_ranks_share_a_file(file: Path) -> None:
+    with LLM(str(file)) as alone:
+        tokens = greedy(alone)
+    with LLM(str(file), tensor_parallel_size=2) as shared:
+        assert greedy(shared) == tokens
 
 
 def test_missing_packages_are_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
