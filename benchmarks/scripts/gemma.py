@@ -98,12 +98,19 @@ def train(model: str, work: Path, minutes: float, text: Sequence[Path]) -> Path:
         exclude = f"--exclude={DEMO / 'heldout_modules.json'}"
         _eyas("train", "prepare", *map(str, text), f"--model={model}", f"--out={data}", "--max-length=256", exclude)
     settings = (f"model={model}", f"data.path={data}", *RECIPE)
-    timing = work / "timing"
-    _run((*settings, f"out={timing}", f"optimizer.max_steps={1 + TIMED_STEPS}", "eval.num_prompts=0"))
+    timing, num_timed = work / "timing", 1 + TIMED_STEPS
+    if num_timed not in step_seconds(timing / "log.jsonl"):
+        _run((*settings, f"out={timing}", f"optimizer.max_steps={num_timed}", "eval.num_prompts=0"))
     steps = steps_within(timing / "log.jsonl", minutes)
     print(f"training for {steps} steps, about {minutes:g} minutes with the evaluations", flush=True)
     _run((*settings, f"out={run}", f"optimizer.max_steps={steps}", *EVALUATION))
     return run / "best"
+
+
+def step_seconds(log: Path) -> dict[int, float]:
+    """Return the seconds that a run had taken after each step in its log; nothing without a log."""
+    entries = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+    return {entry["step"]: entry["seconds"] for entry in entries if "seconds" in entry}
 
 
 def steps_within(log: Path, minutes: float) -> int:
@@ -111,9 +118,7 @@ def steps_within(log: Path, minutes: float) -> int:
 
     Raises ConfigError if a step takes too long.
     """
-    seconds = {
-        entry["step"]: entry["seconds"] for line in log.read_text().splitlines() if "seconds" in (entry := json.loads(line))
-    }
+    seconds = step_seconds(log)
     first, last = min(seconds), max(seconds)
     step_s = (seconds[last] - seconds[first]) / (last - first)
     steps = int(60 * minutes * STEP_SHARE / max(step_s, 1e-3))

@@ -25,6 +25,11 @@ def test_steps_fill_the_time_without_the_first_one(tmp_path: Path) -> None:
     assert gemma.steps_within(log, 10) == 10 * 60 * gemma.STEP_SHARE / 2
 
 
+def test_a_run_without_a_log_has_no_steps(tmp_path: Path) -> None:
+    assert gemma.step_seconds(tmp_path / "log.jsonl") == {}
+    assert gemma.step_seconds(write_log(tmp_path / "log.jsonl", [3.0, 5.0])) == {1: 3.0, 2: 5.0}
+
+
 def test_too_little_time_is_refused(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", [30.0, 60.0, 90.0])
     with pytest.raises(ConfigError, match=r"a step takes 30\.0 s here, so that 2 minutes hold 3; raise --minutes"):
