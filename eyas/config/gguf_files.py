@@ -89,11 +89,16 @@ def _unpacked(file: Path) -> Path:
         return folder
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise CheckpointError(f"{file} is a GGUF file; install what reads it: pip install {' '.join(missing)}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
-            _unpack(file, folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.is_dir():
+                _unpack(file, folder)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot unpack {file} into {folder.parent}: {error}; name another place in the environment variable HF_HOME"
+        ) from error
     return folder
 
 

@@ -254,6 +254,14 @@ def test_missing_packages_are_named(file: Path, tmp_path: Path, monkeypatch: pyt
     assert local_folder(str(file)) is not None  # unpacked already
 
 
+def test_a_place_that_cannot_be_written_is_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    new = shutil.copy(file, tmp_path)
+    (tmp_path / "taken").write_text("")
+    monkeypatch.setattr(gguf_files, "HF_HOME", str(tmp_path / "taken"))
+    with pytest.raises(CheckpointError, match=r"cannot unpack .* into .*taken/eyas: .*; name another place .* HF_HOME"):
+        local_folder(str(new))
+
+
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"no file at 'nowhere\.gguf'"):
         LLM("nowhere.gguf")
