@@ -98,6 +98,7 @@ def test_a_head_drafts_for_a_file(temperature: float, file: Path, tmp_path: Path
 
 def test_a_file_is_unpacked_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = resolve(str(file))
+    caplog.clear()
     with caplog.at_level(logging.WARNING):
         assert resolve(str(file)) == resolve(str(file.parent)) == folder
     assert not caplog.records
