@@ -171,7 +171,7 @@ class MaskedScorer:
 
 
 class MaskedExpansion:
-    """An Expansion that tells the scorer which nodes come, whose masks are computed while the draft model runs.
+    """An Expansion that names the coming nodes to the scorer; their masks are computed while the draft model runs.
 
     Args:
         scorer: of the growth.
