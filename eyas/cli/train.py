@@ -353,14 +353,12 @@ def evaluate(
     )  # fmt: skip
     with progress() as shown:
         shown.show("importing torch")
-        from eyas.device.placement import use_threads
         from eyas.drafters.draft_head import DraftHead
-        from eyas.models.checkpoint import resolve_placement
         from eyas.train.evaluate import Evaluator, heldout_prompts
 
-        use_threads(threads, resolve_placement(device, "auto", model))
         served = DraftHead(str(head), SERVED_BY.get(method, method)).method
-        found = Evaluator(model, served, heldout_prompts(data, config), config, device).measure(head, shown.show)
+        prompts = heldout_prompts(data, config)
+        found = Evaluator(model, served, prompts, config, device, threads=threads).measure(head, shown.show)
     for temperature_, tau in found.tau.items():
         depths = " ".join(f"{share:.2f}" for share in found.acceptance_by_depth[temperature_])
         print(f"temperature {temperature_:g}: tau {tau:.3f}, accepted to each depth: {depths}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import get_args
 
 import torch
@@ -47,6 +49,17 @@ def use_threads(count: int, *placements: tuple[str, str]) -> None:
         count = int(num_cores() <= MOST_CORES and has_numba())
     if count:
         torch.set_num_threads(count)
+
+
+@contextmanager
+def threads_for(count: int, *placements: tuple[str, str]) -> Iterator[None]:
+    """Set torch's threads as `use_threads` does, and give the number before back at the end."""
+    before = torch.get_num_threads()
+    use_threads(count, *placements)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")

@@ -30,12 +30,12 @@ from eyas.train.losses import (
     AGREES,
     CHANCE,
     CROSS_ENTROPY,
-    LOSS,
     OVERLAP,
     depth_weights,
-    in_chunks,
     row_losses,
+    total_weight,
     weighted_mean,
+    weighted_sum,
 )
 
 Metrics = dict[str, Tensor]
@@ -65,10 +65,11 @@ class BlockTrainer(nn.Module):
         rows = self.head(states.aux, batch.tokens, anchors, batch.documents, batch.positions)
         at = anchors[:, :, None] + torch.arange(c.num_drafted, device=anchors.device)
         at = at.clamp(max=batch.tokens.shape[1] - 1).flatten(1)
-        previous = batch.tokens.gather(1, at)
+        previous = batch.tokens.gather(1, at).view(*anchors.shape, -1)
         final = states.final.gather(1, at[:, :, None].expand(-1, -1, states.final.shape[-1]))
-        found = self._losses(rows.flatten(0, 1), previous.view(-1, c.num_drafted), final.flatten(0, 1), loss_type)
-        return self.metrics(found, valid.flatten(0, 1))
+        total, found = self._losses(rows, previous, final.view(*previous.shape, -1), valid, loss_type)
+        sure = self.head.confidence_logits(rows.detach(), previous).flatten(0, 1) if c.confidence else None
+        return self.metrics(total, found.flatten(0, 1), valid.flatten(0, 1), sure)
 
     @property
     def _needed(self) -> tuple[int, ...]:
@@ -76,31 +77,33 @@ class BlockTrainer(nn.Module):
         needs_overlap = self.head.config.confidence and self.config.confidence_target == "rejection"
         return (CROSS_ENTROPY,) * (self.config.loss_decay == "dpace") + (OVERLAP,) * needs_overlap
 
-    def _losses(self, rows: Tensor, previous: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
-        """Return what `row_losses` finds, and the confidence logit, [K, G, 6], of rows [K, G, H]."""
-        c, needed = self.head.config, self._needed
+    def _losses(
+        self, rows: Tensor, previous: Tensor, final: Tensor, valid: Tensor, loss_type: LossType
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sum of the losses of rows [N, A, G, H], weighted by depth, and all that `row_losses` finds."""
+        needed = self._needed
 
-        def chunk(rows: Tensor, previous: Tensor, final: Tensor) -> Tensor:
-            logits = self.head.block_logits(rows, previous).flatten(0, 1)
-            teacher = F.linear(final, self.teacher.to(final.dtype)).flatten(0, 1)
-            found = row_losses(logits, teacher, loss_type, needed)
-            sure = torch.zeros_like(found[:, :1])
-            if c.confidence:
-                detached = rows.detach()
-                sure = self.head.confidence_logits(detached, previous).flatten()[:, None]
-            return torch.cat([found, sure], -1).view(*previous.shape, -1)
+        # The Markov head's table has a row for each token of the target: its gradient is taken once, for all chunks.
+        has_markov = self.head.markov_head is not None
+        given = self.head.latents(rows, previous) if has_markov else previous
 
-        depths = c.num_drafted
-        return in_chunks(chunk, (rows, previous, final.view(-1, depths, final.shape[-1])), self.config.chunk_rows // depths)
+        def losses(rows: Tensor, given: Tensor, final: Tensor) -> Tensor:
+            teacher = F.linear(final, self.teacher.to(final.dtype))
+            logits = (self.head.markov_logits if has_markov else self.head.block_logits)(rows, given)
+            return row_losses(logits, teacher, loss_type, needed)
 
-    def metrics(self, found: Tensor, valid: Tensor) -> Metrics:
-        """Compute the loss and figures of `_losses`, where `valid` [K, G].
+        def weigh(found: Tensor, valid: Tensor) -> Tensor:
+            return depth_weights(self.config, found[..., CROSS_ENTROPY], valid)
+
+        return weighted_sum(losses, (rows, given, final), valid, self.head, len(self.teacher), weigh)
+
+    def metrics(self, total: Tensor, found: Tensor, valid: Tensor, sure: Tensor | None) -> Metrics:
+        """Compute the loss and figures of `_losses`, where `valid` [K, G]. sure: the confidence head's logits [K, G].
 
         tau_chain: tokens per verify step of greedy chains, bonus included, if all blocks are whole.
         """
-        weights = depth_weights(self.config, found[..., CROSS_ENTROPY], valid)
-        loss = weighted_mean(found[..., LOSS], weights)
-        agrees, chance = found[..., AGREES].detach() * valid, found[..., CHANCE].detach() * valid
+        loss = total / total_weight(depth_weights(self.config, found[..., CROSS_ENTROPY], valid))
+        agrees, chance = found[..., AGREES] * valid, found[..., CHANCE] * valid
         counts = valid.sum(0).clamp(min=1)
         metrics = {
             "draft_loss": loss.detach(),
@@ -109,10 +112,10 @@ class BlockTrainer(nn.Module):
             "tau_chain": 1 + (agrees.cumprod(-1).sum(0) / counts).sum(),
             "chance_1": chance[:, 0].sum() / counts[0],
         }
-        if self.head.config.confidence and self.config.confidence_weight:
-            accepted = found[..., CHANCE if self.config.confidence_target == "match" else OVERLAP].detach()
-            sure = F.binary_cross_entropy_with_logits(found[..., -1], accepted, reduction="none")
-            confidence = weighted_mean(sure, valid.float())
+        if sure is not None and self.config.confidence_weight:
+            accepted = found[..., CHANCE if self.config.confidence_target == "match" else OVERLAP]
+            losses = F.binary_cross_entropy_with_logits(sure, accepted, reduction="none")
+            confidence = weighted_mean(losses, valid.float())
             metrics["confidence_loss"] = confidence.detach()
             loss = loss + self.config.confidence_weight * confidence
         return {"loss": loss, **metrics}

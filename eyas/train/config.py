@@ -45,7 +45,7 @@ HEAD_SETTINGS: Mapping[TrainMethod, set[str]] = {
     "hydra": _OFFSETS,
     "draft_model": _LAYERS | {"hidden_size", "tie_word_embeddings"},
 }
-_ANY_LOSS = {"loss_type", "final_loss_type", "final_loss_ratio", "chunk_rows"}
+_ANY_LOSS = {"loss_type", "final_loss_type", "final_loss_ratio"}
 _BLOCK_LOSS = _ANY_LOSS | {
     "loss_decay", "loss_decay_gamma", "dpace_alpha", "num_anchors",
 }  # fmt: skip
@@ -54,7 +54,7 @@ _TTT_LOSS = _ANY_LOSS | {"step_decay", "ttt_steps"}
 LOSS_SETTINGS: Mapping[TrainMethod, set[str]] = {
     "dspark": _BLOCK_LOSS | {"confidence_weight", "confidence_target"},
     "dflash": _BLOCK_LOSS,
-    "peagle": _ANY_LOSS | {"num_depths", "down_sample_ratio"},
+    "peagle": _ANY_LOSS | {"num_depths", "down_sample_ratio", "chunk_rows"},
     "eagle1": _ANY_LOSS | {"feature_weight", "noise"},
     "eagle3": _TTT_LOSS,
     "eagle3.1": _TTT_LOSS,
@@ -157,8 +157,7 @@ class LossConfig:
             chance that a sampled token is accepted (rejection).
         feature_weight: of EAGLE-1's distance to the target's features.
         noise: uniform noise that is added to those features.
-        chunk_rows: logits rows held at a time; they are recomputed in the backward pass, for P-EAGLE with all layers of its
-            rows. 0 holds all.
+        chunk_rows: rows of later depths that P-EAGLE holds at a time; they are recomputed in the backward pass. 0 holds all.
     """
 
     loss_type: LossType = "kl"

@@ -40,7 +40,7 @@ from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import BY_COVERAGE, Batch
 from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, layer_sizes
-from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
+from eyas.train.losses import AGREES, CHANCE, row_losses, total_weight, weighted_mean, weighted_sum
 
 # Keys and values of every step, [N, L - 1, J, d] each.
 Seen = list[tuple[Tensor, Tensor]]
@@ -83,17 +83,17 @@ class EagleTrainer(nn.Module):
         for _ in range(self.config.ttt_steps if self.fuser else 1):
             steps.append(self._run(features, tokens, positions, attended))
             features = F.pad(steps[-1][:, :-1], (0, 0, 1, 0))
-        found = self._losses(torch.stack(steps, 2), states.final[:, 1:], loss_type)
-        metrics, total, weight = Metrics(), torch.zeros((), device=tokens.device), 0.0
+        shares = [self.config.step_decay**step for step in range(len(steps))]
+        supervised = [(valid & (positions >= step)).float() for step in range(len(steps))]
+        weights = [share * own / total_weight(own) for share, own in zip(shares, supervised, strict=True)]
+        total, found = self._losses(torch.stack(steps, 2), states.final[:, 1:], torch.stack(weights, 2), loss_type)
+        metrics, weight = Metrics(), sum(shares)
         agreed, tau = torch.ones_like(valid, dtype=torch.float32), torch.ones((), device=tokens.device)
-        for step, own_losses in enumerate(found.unbind(2)):
-            own = valid & (positions >= step)
-            total = total + self.config.step_decay**step * weighted_mean(own_losses[..., LOSS], own.float())
-            weight += self.config.step_decay**step
-            agreed = (F.pad(agreed[:, :-1], (1, 0)) if step else agreed) * own_losses[..., AGREES].detach()
+        for step, (own_losses, own) in enumerate(zip(found.unbind(2), supervised, strict=True)):
+            agreed = (F.pad(agreed[:, :-1], (1, 0)) if step else agreed) * own_losses[..., AGREES]
             tau = tau + (agreed * own).sum() / own.sum().clamp(min=1)
-            metrics |= {f"agreement_{step + 1}": weighted_mean(own_losses[..., AGREES].detach(), own.float())}
-        metrics["chance_1"] = weighted_mean(found[:, :, 0, CHANCE].detach(), valid.float())
+            metrics |= {f"agreement_{step + 1}": weighted_mean(own_losses[..., AGREES], own)}
+        metrics["chance_1"] = weighted_mean(found[:, :, 0, CHANCE], valid.float())
         if self.fuser is None and self.config.feature_weight:
             distances = F.smooth_l1_loss(steps[0], states.final[:, 1:].float(), reduction="none").mean(-1)
             distance = weighted_mean(distances, valid.float())
@@ -112,19 +112,18 @@ class EagleTrainer(nn.Module):
         flat = self.head.run(features.flatten(0, 1), tokens.flatten(), positions.flatten(), attended)
         return flat.view(*tokens.shape, -1)
 
-    def _losses(self, rows: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
-        """Return what `row_losses` finds, [N, L - 1, S, 5], of states [N, L - 1, S, H] of S steps.
+    def _losses(self, rows: Tensor, final: Tensor, weights: Tensor, loss_type: LossType) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of the losses of states [N, L - 1, S, H] of S steps, and what `row_losses` finds of them,
+        [N, L - 1, S, 5]. weights [N, L - 1, S].
 
         All steps of a row have the same teacher, that of the target's final states [N, L - 1, H].
         """
 
-        def chunk(rows: Tensor, final: Tensor) -> Tensor:
+        def losses(rows: Tensor, final: Tensor) -> Tensor:
             teacher = F.linear(final, self.teacher.to(final.dtype))
             return row_losses(self.head.raw_logits(rows), teacher[:, None], loss_type)
 
-        flat, num_steps = (rows.flatten(0, 1), final.flatten(0, 1)), rows.shape[2]
-        chunk_rows = -(-self.config.chunk_rows // num_steps)
-        return in_chunks(chunk, flat, chunk_rows).view(*rows.shape[:3], -1)
+        return weighted_sum(losses, (rows, final), weights, self.head, len(self.teacher))
 
     def write(self, folder: Path) -> None:
         """Write the head in SafeAILab's layout."""

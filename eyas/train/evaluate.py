@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import time
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
+from eyas.device.placement import threads_for
 from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
@@ -83,13 +85,14 @@ class Evaluator:
     Args:
         method: the drafting method that serves the head.
         target: on this device; None loads one at the first use.
+        threads: of torch while it measures; 0 takes what serving takes, as compiled kernels want one.
     """
 
     def __init__(
         self, model: str, method: str, prompts: Sequence[Prompt], config: EvalConfig, device: str = "auto",
-        target: TargetModel | None = None,
+        target: TargetModel | None = None, threads: int = 0,
     ) -> None:  # fmt: skip
-        self.given = target
+        self.given, self._threads = target, threads
         self._model, self._method, self._prompts, self._config = model, method, prompts, config
         self._device, self._dtype = resolve_placement(device, "auto", model)
         # By temperature: tokens that the target writes for all prompts, as many as it did at the first measurement.
@@ -109,8 +112,13 @@ class Evaluator:
         limit_s: seconds that the target may decode, the first time; then the outputs are as long as that allows. They
         have the lengths of `written`, if it holds some.
         """
+        with threads_for(self._threads, (self._device, self._dtype)):
+            found = self._measure(DraftHead(str(head), self._method), show, limit_s)
+        gc.collect()  # engines and drafters are cycles of references, and would keep their weights for a while
+        return found
+
+    def _measure(self, opened: DraftHead, show: Show, limit_s: float) -> Evaluation:
         c = self._config
-        opened = DraftHead(str(head), self._method)
         tree = opened.resolve_tree(TreeConfig(c.num_draft_tokens, c.num_steps, c.top_k))
         rng = torch.random.get_rng_state()
         fuser = opened.build_fuser(self._model, self._dtype, self._device)
@@ -118,9 +126,9 @@ class Evaluator:
         if layers not in self._outputs:
             self._outputs[layers] = self._decode(layers, show, limit_s)
         tau, depths = {}, {}
+        drafter = opened.build_drafter(self._model, self._dtype, self._device, tree, DraftingConfig(cuda_graphs=False))
         for temperature, outputs in self._outputs[layers].items():
             show(f"evaluating: drafting for {len(outputs)} prompts at temperature {temperature:g}")
-            drafter = opened.build_drafter(self._model, self._dtype, self._device, tree, DraftingConfig(cuda_graphs=False))
             stats = _draft_along(drafter, fuser, outputs, TreeBudget(c.num_draft_tokens, tree.num_steps))
             tau[temperature], depths[temperature] = stats.acceptance_length, tuple(stats.acceptance_by_depth)
         torch.random.set_rng_state(rng)

@@ -160,6 +160,14 @@ class OnlineTarget:
         """Return the engine's target over the same weights; its modules, hooks and attention are its own."""
         return target_of(self.model.to(self._device))
 
+    def share_weights(self, head: nn.Module) -> None:
+        """Let tensors of a head that are not trained and equal the target's embedding be that one, which is large."""
+        own = self.model.get_input_embeddings().weight
+        for tensor in (*head.parameters(), *head.buffers()):
+            alike = (tensor.shape, tensor.dtype, tensor.device) == (own.shape, own.dtype, own.device)
+            if alike and not tensor.requires_grad and not self._is_sharded and torch.equal(tensor, own):
+                tensor.data = own.data
+
     @torch.no_grad()
     def states(self, batch: Batch) -> TargetStates:
         device, batch = batch.tokens.device, batch.to(self._device)

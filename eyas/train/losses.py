@@ -5,14 +5,14 @@ Legend: R rows, K blocks, G depths of a block, D draft vocabulary. p: the target
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
 
 from eyas.train.config import LossConfig, LossType
 
@@ -20,6 +20,8 @@ from eyas.train.config import LossConfig, LossType
 # cross_entropy: of the target's likeliest token. overlap: the sum of min(p, q), the acceptance of a sampled token under p/q.
 LOSS, CHANCE, AGREES, CROSS_ENTROPY, OVERLAP = range(5)
 CACHED_LOGITS = 2**18  # logits that are compared at a time on the CPU
+# Logits that are held at a time: for products at full speed, and not much memory.
+LOGITS_AT_A_TIME, LOGITS_ON_GPU = 2**23, 2**27
 
 
 def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Sequence[int] = ()) -> Tensor:
@@ -127,16 +129,76 @@ def _figures(own: _Law, teacher: _Law, needed: Sequence[int]) -> Tensor:
     return torch.cat([torch.zeros_like(chance), chance, agrees, hard, overlap], -1)
 
 
-def in_chunks(function: Callable[..., Tensor], rows: tuple[Tensor, ...], chunk_rows: int) -> Tensor:
-    """Run function(*rows), which works row by row, a chunk at a time; chunks are recomputed in the backward pass.
+def weighted_sum(
+    function: Callable[..., Tensor],
+    rows: Sequence[Tensor],
+    weights: Tensor,
+    head: nn.Module,
+    vocab_size: int,
+    weigh: Callable[[Tensor, Tensor], Tensor] = lambda table, weights: weights,
+) -> tuple[Tensor, Tensor]:
+    """Sum weighted losses in memory that does not grow with the rows: gradients are taken in the forward pass, a chunk at a
+    time, and no logits are computed twice (as the fused linear cross-entropy of 2410.10989).
 
-    So the memory for logits is that of chunk_rows rows. 0 takes all rows at once.
+    Args:
+        function: takes a chunk of `rows` [N, L, ...], their leading dimensions joined, to what `row_losses` finds.
+        weights [N, L] or [N, L, G]: of losses. A row of zeros is left out, and has zeros in the table.
+        head: has the parameters that `function` reads. They and `rows` get gradients.
+        vocab_size: logits of one loss.
+        weigh: takes a chunk of the table and of `weights` to the weights of its losses.
+
+    Returns:
+        The sum, and the table [*weights.shape, 5], which has no gradient.
     """
-    count = len(rows[0])
-    if not chunk_rows or count <= chunk_rows:
-        return function(*rows)
-    chunks = zip(*(torch.split(tensor, chunk_rows) for tensor in rows), strict=True)
-    return torch.cat([checkpoint(function, *chunk, use_reentrant=False) for chunk in chunks])
+    *rows, flat = (x.flatten(0, 1) for x in (*rows, weights))
+    kept = (flat > 0)[..., None].flatten(1).any(1).nonzero()[:, 0]
+    chosen = [x if len(kept) == len(flat) else x[kept] for x in (*rows, flat)]
+    budget = LOGITS_AT_A_TIME if weights.device.type == "cpu" else LOGITS_ON_GPU
+    size = max(1, budget // (vocab_size * math.prod(flat.shape[1:])))
+    trained = [parameter for parameter in head.parameters() if parameter.requires_grad and torch.is_grad_enabled()]
+
+    def share(*chunk: Tensor) -> tuple[Tensor, Tensor]:
+        table = function(*chunk[:-1])
+        return masked_sum(table[..., LOSS], weigh(table, chunk[-1])), table
+
+    total, table = _WeightedSum.apply(share, size, len(chosen), *chosen, *trained)  # type: ignore[no-untyped-call]
+    return total, table.new_zeros(*flat.shape, 5).index_copy(0, kept, table).view(*weights.shape, 5)
+
+
+class _WeightedSum(torch.autograd.Function):
+    """`weighted_sum` of rows that are all needed. Its inputs are the rows and the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, share: Callable[..., tuple[Tensor, Tensor]], size: int, num_rows: int, *inputs: Tensor) -> Any:
+        """Compute the sum and, for inputs that need one, its gradient. num_rows: of the inputs that are cut to chunks."""
+        rows, needs, tables = inputs[:num_rows], ctx.needs_input_grad[3:], []
+        gradients = [torch.zeros_like(x) if need else None for x, need in zip(rows, needs, strict=False)]
+        gradients += [None] * (len(inputs) - num_rows)
+        total = torch.zeros((), device=rows[0].device)
+        for start in range(0, max(1, len(rows[0])), size):  # without rows there is one chunk, for the table's shape
+            part = slice(start, start + size)
+            with torch.set_grad_enabled(any(needs)):
+                own = [x[part].detach().requires_grad_(need) for x, need in zip(rows, needs, strict=False)]
+                loss, table = share(*own)
+            total += loss.detach()
+            tables.append(table.detach())
+            places = [number for number, is_needed in enumerate(needs) if is_needed]
+            leaves = [(*own, *inputs[num_rows:])[number] for number in places]
+            found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+            for number, new in zip(places, found, strict=False):
+                gradient = gradients[number]
+                if new is not None and gradient is None:
+                    gradients[number] = new.clone()  # it may be another one's too
+                elif new is not None and gradient is not None:
+                    (gradient[part] if number < num_rows else gradient).add_(new)
+        ctx.gradients = gradients  # scaled in place: the backward pass runs once
+        ctx.mark_non_differentiable(joined := torch.cat(tables))
+        return total, joined
+
+    @staticmethod
+    def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, ...]:
+        found, ctx.gradients = ctx.gradients, None
+        return (None, None, None, *(None if gradient is None else gradient.mul_(outer[0]) for gradient in found))
 
 
 def depth_weights(config: LossConfig, cross_entropy: Tensor, valid: Tensor) -> Tensor:
@@ -157,14 +219,24 @@ def depth_weights(config: LossConfig, cross_entropy: Tensor, valid: Tensor) -> T
     return weights * valid
 
 
-def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean of values whose weights are not 0; a value of weight 0 may be NaN.
+def total_weight(weights: Tensor) -> Tensor:
+    """Return the sum of weights, by which a weighted sum is divided for the mean; above 0.
 
-    Where several processes train one head, the weights of all of them count, so that the mean of the processes' results, and
+    Where several processes train one head, it is the mean of all their sums, so that the mean of the processes' results, and
     of their gradients, is that of one process with all rows. All processes must call it alike.
     """
-    total, chosen = weights.sum(), weights > 0
+    total = weights.sum()
     if dist.is_initialized():
         dist.all_reduce(total)
         total = total / dist.get_world_size()
-    return (torch.where(chosen, values, 0) * weights).sum() / total.clamp(min=1e-6)
+    return total.clamp(min=1e-6)
+
+
+def weighted_mean(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the mean of values by `total_weight`; a value of weight 0 may be NaN."""
+    return masked_sum(values, weights) / total_weight(weights)
+
+
+def masked_sum(values: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of weighted values; a value of weight 0 may be NaN."""
+    return (torch.where(weights > 0, values, 0) * weights).sum()

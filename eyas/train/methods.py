@@ -93,6 +93,8 @@ def build_trainer(config: TrainConfig, show: Show = silent) -> Trainer:
     layers: tuple[int, ...] = trainee.aux_hidden_state_layers  # type: ignore[assignment]
     show(f"loading {config.model}")
     source = build_source(config, windows, layers)
+    if isinstance(source, OnlineTarget):
+        source.share_weights(trainee)
     evaluates = config.eval.num_prompts and accelerator.is_main_process
     evaluator = build_evaluator(config, source, str(accelerator.device)) if evaluates else None
     return Trainer(config, trainee, source, windows, accelerator, evaluator)

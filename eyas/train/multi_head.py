@@ -24,7 +24,15 @@ from eyas.train.block import Metrics
 from eyas.train.config import HEAD_SETTINGS, LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, document_mask
-from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, next_token_losses, row_losses, weighted_mean
+from eyas.train.losses import (
+    AGREES,
+    CHANCE,
+    next_token_losses,
+    row_losses,
+    total_weight,
+    weighted_mean,
+    weighted_sum,
+)
 
 
 class MultiHeadTrainer(nn.Module):
@@ -61,27 +69,30 @@ class MultiHeadTrainer(nn.Module):
             valid = batch.loss_mask[:, ahead] & (batch.documents[:, ahead] == batch.documents[:, :rows])
             embedded = [batch.tokens[:, 1 + i : 1 + i + rows] for i in range(number + 1)]
             teacher = states.final[:, 1 + number : 1 + number + rows]
-            found = self._losses(number, states.final[:, :rows], torch.stack(embedded, -1), teacher, loss_type)
             weights = valid.float()
-            total = total + self.config.step_decay**number * weighted_mean(found[..., LOSS], weights)
-            metrics[f"agreement_{number + 1}"] = weighted_mean(found[..., AGREES].detach(), weights)
-            agreed = found[..., AGREES].detach() * weights
+            own, found = self._losses(number, states.final[:, :rows], torch.stack(embedded, -1), teacher, weights, loss_type)
+            total = total + self.config.step_decay**number * own / total_weight(weights)
+            metrics[f"agreement_{number + 1}"] = weighted_mean(found[..., AGREES], weights)
+            agreed = found[..., AGREES] * weights
             accepted = agreed if number == 0 else accepted[:, :rows] * agreed
             tau = tau + accepted.sum() / weights.sum().clamp(min=1)
             if number == 0:
-                metrics["chance_1"] = weighted_mean(found[..., CHANCE].detach(), weights)
+                metrics["chance_1"] = weighted_mean(found[..., CHANCE], weights)
         loss = total / sum(self.config.step_decay**number for number in range(count))
         return {"loss": loss, "draft_loss": loss.detach(), **metrics, "tau_chain": tau}
 
-    def _losses(self, number: int, states: Tensor, tokens: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
-        """Return what `row_losses` finds of a head, [N, S, 5]; states, final [N, S, H], tokens [N, S, number + 1]."""
+    def _losses(
+        self, number: int, states: Tensor, tokens: Tensor, final: Tensor, weights: Tensor, loss_type: LossType
+    ) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of a head's losses and what `row_losses` finds, [N, S, 5]; states, final [N, S, H], tokens
+        [N, S, number + 1], weights [N, S].
+        """
 
-        def chunk(states: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
+        def losses(states: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
             teacher = F.linear(final, self.teacher.to(final.dtype))
             return row_losses(self._logits(number, states.float(), tokens), teacher, loss_type)
 
-        flat = (states.flatten(0, 1), tokens.flatten(0, 1), final.flatten(0, 1))
-        return in_chunks(chunk, flat, self.config.chunk_rows).view(*states.shape[:2], -1)
+        return weighted_sum(losses, (states, tokens, final), weights, self.head, len(self.teacher))
 
     def _logits(self, number: int, states: Tensor, tokens: Tensor) -> Tensor:
         if isinstance(self.head, HydraHead):
@@ -210,16 +221,15 @@ class DraftModelTrainer(nn.Module):
         decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
         found = decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False).last_hidden_state
 
-        def chunk(rows: Tensor, final: Tensor, following: Tensor) -> Tensor:
+        def losses(rows: Tensor, final: Tensor, following: Tensor) -> Tensor:
             if loss_type == "next_token":
                 return next_token_losses(head(rows), following)
             return row_losses(head(rows), F.linear(final, self.teacher.to(final.dtype)), loss_type)
 
-        flat = tuple(x.flatten(0, 1) for x in (found[:, :-1], states.final[:, :-1], batch.tokens[:, 1:]))
-        losses = in_chunks(chunk, flat, self.config.chunk_rows)
-        weights = batch.loss_mask[:, 1:].flatten().float()
-        loss = weighted_mean(losses[:, LOSS], weights)
-        agreement = weighted_mean(losses[:, AGREES].detach(), weights)
+        rows, weights = (found[:, :-1], states.final[:, :-1], batch.tokens[:, 1:]), batch.loss_mask[:, 1:].float()
+        total, table = weighted_sum(losses, rows, weights, head, len(self.teacher))
+        loss = total / total_weight(weights)
+        agreement = weighted_mean(table[..., AGREES], weights)
         return {"loss": loss, "draft_loss": loss.detach(), "agreement_1": agreement}
 
     def write(self, folder: Path) -> None:

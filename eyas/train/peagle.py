@@ -27,7 +27,7 @@ from eyas.train.config import LossConfig, LossType, TrainConfig
 from eyas.train.data import Batch
 from eyas.train.eagle import EagleParts, eagle_tensors, make_eagle_parts
 from eyas.train.features import TargetStates, TargetWeights, additive_document_mask
-from eyas.train.losses import AGREES, CHANCE, LOSS, in_chunks, row_losses, weighted_mean
+from eyas.train.losses import AGREES, CHANCE, LOSS, masked_sum, row_losses, total_weight, weighted_mean, weighted_sum
 
 LEAST_KEPT = 0.2  # of the pairs, at any depth
 
@@ -65,20 +65,19 @@ class PEagleTrainer(nn.Module):
         rows = self.head.run(features.flatten(0, 1), tokens.flatten(), positions.flatten(), context).view(*tokens.shape, -1)
         valid = supervised_depths(batch, self.config.num_depths)
         order = batch.random(seed, tokens.shape[1]).masked_fill(~valid[:, :, 0], 2.0).argsort(-1)
-        first = self._first_losses(rows, states.final[:, 1:], loss_type)
+        total, first = self._first_losses(rows, states.final[:, 1:], valid[:, :, 0].float(), loss_type)
         depths = [first.gather(1, order[:, :, None].expand_as(first))]
         depths += self._mask_losses(order, context, positions, states.final, loss_type)
         weights = [valid[:, :, depth].gather(1, order)[:, : own.shape[1]].float() for depth, own in enumerate(depths)]
-        return _metrics(depths, weights)
+        return _metrics(total, depths, weights)
 
-    def _first_losses(self, rows: Tensor, final: Tensor, loss_type: LossType) -> Tensor:
-        """Return what `row_losses` finds of the pairs [N, P, 5]."""
+    def _first_losses(self, rows: Tensor, final: Tensor, weights: Tensor, loss_type: LossType) -> tuple[Tensor, Tensor]:
+        """Return the weighted sum of the losses of the pairs, and what `row_losses` finds, [N, P, 5]. weights [N, P]."""
 
-        def chunk(rows: Tensor, final: Tensor) -> Tensor:
+        def losses(rows: Tensor, final: Tensor) -> Tensor:
             return row_losses(self.head.logits(rows), self._teacher(final), loss_type)
 
-        flat = (rows.flatten(0, 1), final.flatten(0, 1))
-        return in_chunks(chunk, flat, self.config.chunk_rows).view(*rows.shape[:2], -1)
+        return weighted_sum(losses, (rows, final), weights, self.head, len(self.teacher))
 
     def _mask_losses(
         self, order: Tensor, context: Pairs, positions: Tensor, final: Tensor, loss_type: LossType
@@ -204,12 +203,13 @@ def segments(kept: list[int], windows: int, chunk_rows: int) -> list[tuple[int, 
     return found
 
 
-def _metrics(depths: list[Tensor], weights: list[Tensor]) -> Metrics:
+def _metrics(total: Tensor, depths: list[Tensor], weights: list[Tensor]) -> Metrics:
     """Return the metrics of what `row_losses` found at each depth [N, pairs, 5], and the weights of the rows. tau_chain: as
-    in block heads.
+    in block heads. total: the sum of the losses of depth 0, whose rows have no gradient.
     """
-    values, flat = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in (depths, [w[..., None] for w in weights]))
-    loss = weighted_mean(values[:, LOSS], flat[:, 0])
+    for own, weight in zip(depths[1:], weights[1:], strict=True):
+        total = total + masked_sum(own[..., LOSS], weight)
+    loss = total / total_weight(torch.cat([weight.flatten() for weight in weights]))
     accepted, tau = torch.ones_like(weights[0]), torch.ones((), device=loss.device)
     for own, weight in zip(depths, weights, strict=True):
         accepted = accepted[:, : own.shape[1]] * own[..., AGREES].detach()

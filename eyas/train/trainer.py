@@ -332,7 +332,7 @@ def build_optimizers(trainee: nn.Module, c: OptimizerConfig) -> list[torch.optim
     chosen = [parameter for name, parameter in named if c.name == "muon" and ".layers." in name and parameter.ndim == 2]
     own = set(map(id, chosen))
     rest = [parameter for _, parameter in named if id(parameter) not in own]
-    adamw = torch.optim.AdamW(rest, c.learning_rate, c.betas, weight_decay=c.weight_decay)
+    adamw = torch.optim.AdamW(rest, c.learning_rate, c.betas, weight_decay=c.weight_decay, fused=True)
     if not chosen:
         return [adamw]
     return [adamw, torch.optim.Muon(chosen, lr=c.muon_learning_rate, weight_decay=c.weight_decay)]

@@ -32,7 +32,16 @@ from eyas.train.data import Batch, prepare
 from eyas.train.eagle import Ancestry, attend_ancestors
 from eyas.train.export import export_head
 from eyas.train.features import load_target_weights
-from eyas.train.losses import CHANCE, CROSS_ENTROPY, LOSS, OVERLAP, depth_weights, in_chunks, next_token_losses, row_losses
+from eyas.train.losses import (
+    CHANCE,
+    CROSS_ENTROPY,
+    LOSS,
+    OVERLAP,
+    depth_weights,
+    next_token_losses,
+    row_losses,
+    weighted_sum,
+)
 from eyas.train.methods import build_trainer
 from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
 from eyas.train.trainer import learning_rates
@@ -61,7 +70,7 @@ def test_dspark_overfits_20_sequences_at_all_depths(tmp_path: Path) -> None:
         "optimizer__batch_size": 20, "optimizer__max_steps": 50, "head__num_hidden_layers": 2,
         "head__intermediate_size": 256, "head__target_layer_ids": [0, 1, 2], "eval__num_prompts": 20, "eval__top_k": 1,
         "eval__max_tokens": sampling.max_tokens, "eval__num_draft_tokens": depths + 1, "eval__temperatures": [0.0],
-        "head__block_size": depths, "loss__chunk_rows": 0,
+        "head__block_size": depths,
     }  # fmt: skip
     trainer = build_trainer(settings(tmp_path, target, **changes))
     assert len(trainer.windows) == 20
@@ -198,16 +207,28 @@ def test_the_loss_on_text_is_that_of_a_target_sure_of_it() -> None:
     torch.testing.assert_close(next_token_losses(logits, tokens), expected)
 
 
-def test_chunks_with_recomputation_change_no_gradient() -> None:
+@pytest.mark.parametrize("loss_type", ["kl", "ce", "lk_hybrid"])
+def test_chunks_have_the_sum_and_gradients_of_all_rows(loss_type: LossType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against logits of all rows in memory, with rows of weight 0 in between, and without any other row."""
     generator = torch.Generator().manual_seed(0)
-    weight, teacher = torch.randn(9, 4, generator=generator), torch.randn(10, 9, generator=generator)
-    gradients = []
-    for chunk_rows in (0, 3):
-        rows = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        found = in_chunks(lambda x, t: row_losses(F.linear(x, weight), t, "kl"), (rows, teacher), chunk_rows)
-        found[:, LOSS].sum().backward()
-        gradients.append(rows.grad)
-    torch.testing.assert_close(gradients[0], gradients[1])
+    teacher, weights = torch.randn(10, 2, 9, generator=generator), torch.rand(10, 2, generator=generator)
+    weights[::3] = 0
+    for own_weights in (weights, torch.zeros(10, 2)):
+        head = torch.nn.Linear(4, 9, bias=False)
+        rows = torch.randn(10, 2, 4, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+        def function(x: Tensor, t: Tensor, head: torch.nn.Linear = head) -> Tensor:
+            return row_losses(head(x), t, loss_type)
+
+        table = function(rows, teacher)
+        expected = (table[..., LOSS] * own_weights).sum()
+        gradients = torch.autograd.grad(2 * expected, (rows, head.weight))
+        for logits in (1, 60, 1000):
+            monkeypatch.setattr(losses, "LOGITS_AT_A_TIME", logits)
+            total, found = weighted_sum(function, (rows[None], teacher[None]), own_weights[None], head, 9)
+            torch.testing.assert_close((total, found[0]), (expected, table * (own_weights.sum(1) > 0)[:, None, None]))
+            torch.testing.assert_close(torch.autograd.grad(2 * total, (rows, head.weight)), gradients)
+            assert not found.requires_grad
 
 
 def test_all_rows_may_share_one_row_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,9 +485,10 @@ def test_the_confidence_head_learns_its_rules_acceptance(target_of: str, column:
     trainee = build_trainer(settings(folder, str(folder / "target"), out=str(tmp_path), **changes)).trainee
     assert isinstance(trainee, BlockTrainer)
     generator = torch.Generator().manual_seed(0)
-    found = torch.rand(3, trainee.head.config.num_drafted, 6, generator=generator)
-    loss = trainee.metrics(found, torch.ones(found.shape[:2], dtype=torch.bool))["confidence_loss"]
-    expected = F.binary_cross_entropy_with_logits(found[..., -1], found[..., column])
+    found = torch.rand(3, trainee.head.config.num_drafted, 5, generator=generator)
+    sure = torch.randn(found.shape[:2], generator=generator)
+    loss = trainee.metrics(found.sum(), found, torch.ones(sure.shape, dtype=torch.bool), sure)["confidence_loss"]
+    expected = F.binary_cross_entropy_with_logits(sure, found[..., column])
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     logits, teacher = torch.randn(2, 5, 8, generator=generator)
     rows = row_losses(logits, teacher, "kl", (OVERLAP,))

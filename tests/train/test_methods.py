@@ -10,13 +10,15 @@ import pytest
 import torch
 from accelerate import tracking
 from accelerate.utils import LoggerType
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
+from eyas.device import placement
 from eyas.errors import ConfigError
 from eyas.train.config import SERVED_BY
 from eyas.train.evaluate import Evaluation
-from eyas.train.features import NoStates
+from eyas.train.features import NoStates, OnlineTarget
 from eyas.train.methods import TRAINEES, build_trainer
 from eyas.train.trainer import Trainer
 from tests.train.small_runs import settings
@@ -130,6 +132,34 @@ def test_the_target_runs_only_where_the_loss_needs_it(folder: Path, tmp_path: Pa
     for _ in range(4):
         trainer.step()
     assert asked == [2, 3]
+
+
+def test_a_head_shares_the_targets_embedding(folder: Path, tmp_path: Path) -> None:
+    """In memory, as it is large; trained tensors are the head's own, and the head that is written has no embedding."""
+    trainer = build_trainer(settings(folder, str(folder / "target"), "eagle3", out=str(tmp_path)))
+    assert isinstance(trainer.source, OnlineTarget)
+    embedding = trainer.source.model.get_input_embeddings().weight
+    assert trainer.trainee.head.embedding.data_ptr() == embedding.data_ptr()  # type: ignore[operator, union-attr]
+    trainer.write_head("last")
+    assert "embed_tokens.weight" not in load_file(tmp_path / "last" / "model.safetensors")
+
+
+def test_evaluation_has_servings_threads_and_returns_them(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled kernels want one thread, and training takes more."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(placement, "num_cores", lambda: placement.MOST_CORES)
+    trainer = build_trainer(settings(folder, str(folder / "target"), "eagle3", out=str(tmp_path)))
+    assert trainer.evaluator is not None
+    trainer.write_head("last")
+    torch.set_num_threads(2)
+    seen: set[int] = set()
+    try:
+        trainer.evaluator.measure(tmp_path / "last", lambda *_: seen.add(torch.get_num_threads()))
+        assert (seen, torch.get_num_threads()) == ({1}, 2)
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_heads_learn_from_the_target_alone(folder: Path) -> None:

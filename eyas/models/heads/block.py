@@ -167,15 +167,22 @@ class BlockHead(nn.Module):
             return self.backbone_logits(states)
         if self.markov_head is None:
             return self.step(self.backbone_logits(states), states, previous, self.initial_state(*previous.shape))[0]
-        latents = self._latents(self.markov_head, states, previous).to(states.dtype)
+        return self.markov_logits(states, self.latents(states, previous))
+
+    def markov_logits(self, states: Tensor, latents: Tensor) -> Tensor:
+        """Return logits float32 [..., D] of drafted rows [..., H] with the Markov head's `latents` [..., r]."""
+        assert self.markov_head is not None
+        latents = latents.to(states.dtype)
         if self.config.multiplier != 1 or self.config.softcap:
             return self.backbone_logits(states) + self.markov_head.bias(latents).float()
         # backbone and Markov head by one product, [states; z] with [lm_head; W2]
         weight = torch.cat([self.lm_head.weight, self.markov_head.markov_w2.weight], -1)
         return F.linear(torch.cat([states, latents], -1), weight).float()
 
-    def _latents(self, markov: MarkovHead, states: Tensor, previous: Tensor) -> Tensor:
-        """Return z [..., G, r] of the Markov head at all depths."""
+    def latents(self, states: Tensor, previous: Tensor) -> Tensor:
+        """Return z [..., G, r] of the Markov head at all depths; arguments as `block_logits`."""
+        markov = self.markov_head
+        assert markov is not None
         memory, latents = self.initial_state(*previous.shape[:-1]), []
         # A vanilla Markov head has no memory: all depths at once.
         if not markov.state_size:
