@@ -37,7 +37,7 @@ TIMED_STEPS = 4
 STEP_SHARE = 0.85
 # The recipe: a narrow loss and small windows, as few tokens must do.
 RECIPE = (
-    *("method=eagle3", "data.max_length=256", "head.draft_vocab_size=8192", "loss.ttt_steps=4", "log_every=1"),
+    *("method=eagle3", "data.max_length=256", "loss.ttt_steps=4", "log_every=1"),
     *("optimizer.learning_rate=0.002", "optimizer.batch_size=2", "save_every=20"),
 )
 EVALUATION = ("eval.num_prompts=4", "eval.max_tokens=32", "eval.temperatures=[0.0, 0.8]", "eval.num_steps=3")
