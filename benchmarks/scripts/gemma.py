@@ -35,7 +35,7 @@ TEXT = ("asyncio", "email", "http", "json", "logging", "multiprocessing", "unitt
 # Steps that are timed first, after one that warms up, and the share of the time for steps; evaluations take the rest.
 TIMED_STEPS = 4
 STEP_SHARE = 0.85
-# The recipe: a narrow loss and small windows, as few tokens must do.
+# The recipe: few steps of training-time test and small windows, as few tokens must do.
 RECIPE = (
     *("method=eagle3", "data.max_length=256", "loss.ttt_steps=4", "log_every=1"),
     *("optimizer.learning_rate=0.002", "optimizer.batch_size=2", "save_every=20"),
