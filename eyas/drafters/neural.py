@@ -11,7 +11,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -39,8 +39,10 @@ from eyas.drafters.trees.growth import (
 )
 from eyas.drafters.trees.rows import PaddedPrefix, Roots, RowLayout, SlotRows, TreeSlots
 from eyas.drafters.trees.scoring import (
+    LevelScorer,
     MaskedExpansion,
     MaskedScorer,
+    Scored,
     Scorer,
     biased_scorer,
     chain_scorer,
@@ -329,7 +331,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             candidates = grow_dynamic(masked, scorer, shape)
         return candidates, self._rows_run(_computing(expansion))
 
-    def _masked(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:
+    def _masked(self, scorer: LevelScorer[Scored], contexts: Sequence[DraftContext]) -> LevelScorer[Scored]:
         """Return the scorer within the grammars of the sessions."""
         if not any(context.allowed for context in contexts):
             return scorer
@@ -381,7 +383,7 @@ def _computing(expansion: Expansion) -> Expansion:
     return expansion.expansion if isinstance(expansion, EmulatedExpansion) else expansion
 
 
-def masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:
+def masked_expansion(expansion: Expansion, scorer: LevelScorer[Any]) -> Expansion:
     """Return the expansion, whose scorer learns which nodes it scores if it has masks."""
     return MaskedExpansion(expansion, scorer) if isinstance(scorer, MaskedScorer) else expansion
 

@@ -198,6 +198,7 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outer: Any) -> tuple[Tensor | None, ...]:
         found, ctx.gradients = ctx.gradients, None
+        assert found is not None, "the backward pass of weighted_sum runs once"
         return (None, None, None, *(None if gradient is None else gradient.mul_(outer[0]) for gradient in found))
 
 

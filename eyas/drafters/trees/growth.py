@@ -29,7 +29,7 @@ from torch import Tensor
 from eyas.config import TreeChoices, TreeConfig
 from eyas.device.transfer import Ints, Reals, upload
 from eyas.drafters.base import DraftContext
-from eyas.drafters.trees.scoring import Scorer
+from eyas.drafters.trees.scoring import ChainLogits, LevelScorer, Scorer
 from eyas.kernels.arguments import Ranked
 from eyas.kernels.by_device import drafting_kernels, rank
 from eyas.protocol.commit import TreeBudget
@@ -297,7 +297,9 @@ def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
     return limits, depths
 
 
-def draw_chains(expansion: Expansion, scorer: Scorer, num_steps: int, proposal_top_k: int, target_ids: Tensor) -> Tensor:
+def draw_chains(
+    expansion: Expansion, scorer: LevelScorer[ChainLogits], num_steps: int, proposal_top_k: int, target_ids: Tensor
+) -> Tensor:
     """Draw one chain of L levels per session, for verification by rejection sampling.
 
     Probabilities of a level are cut to the likeliest C tokens; C is `proposal_top_k` or the draft vocabulary's size. A token

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ NUM_NOISE_WORDS = 8
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-scores of the children of a level's nodes, [S, R, D], as what they are computed from.
+    """Logits of a level's children, with what turns them into log-scores.
 
     Attributes:
         logits: of the draft model, [S, R, D].
@@ -64,18 +64,36 @@ class Scores:
             return Ranked(best.scores + above[:, :, None], best.ids)
         return best_children(self.logits, *inputs, above, self.probs)
 
+
+@dataclass(frozen=True)
+class ChainLogits:
+    """Logits of the children of chains' ends, with what a token of them is drawn by.
+
+    Attributes:
+        logits: of the draft model, [S, 1, D].
+        words: the output of `chain_words`.
+        level: 0 is the root's.
+        probs: applies temperature and filters to logits.
+    """
+
+    logits: Tensor
+    words: Tensor
+    level: int
+    probs: ProbsFunction
+
     def draw(self, draft_ids: Tensor, drawn: Tensor) -> Tensor:
         """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
 
-        Only of a scorer that `chain_scorer` made. draft_ids maps draft vocabulary ids to the target's.
+        draft_ids maps draft vocabulary ids to the target's.
         """
-        assert self.probs is not None
         draw_children = drafting_kernels(self.logits).draw_children
         return draw_children(self.logits, self.words, self.level, draft_ids, drawn, self.probs)
 
 
-# Scores the children of nodes at a level (0 is the root), from logits [S, R, D].
-Scorer = Callable[[Tensor, int], Scores]
+Scored = TypeVar("Scored")  # Scores, or ChainLogits
+# Takes the logits [S, R, D] of the children of nodes at a level (0 is the root).
+LevelScorer = Callable[[Tensor, int], Scored]
+Scorer = LevelScorer[Scores]
 
 
 def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
@@ -92,7 +110,7 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
     return lambda logits, level: Scores(logits, words, noise, level, used)
 
 
-def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:
+def biased_scorer(scorer: LevelScorer[Scored], contexts: Sequence[DraftContext], draft_ids: Tensor) -> LevelScorer[Scored]:
     """Return a scorer that adds to the logits what the target will add to its own, see Commit.logit_biases."""
     rows = [row for row, context in enumerate(contexts) if context.logit_biases]
     if not rows:
@@ -102,7 +120,7 @@ def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: T
     num_columns = int(tokens.max()) + 2  # the last is of all tokens beyond, which have no bias
     columns = draft_ids.clamp(max=num_columns - 1)
 
-    def scores(logits: Tensor, level: int) -> Scores:
+    def scores(logits: Tensor, level: int) -> Scored:
         # added [S, columns]: the bias of each token at this level; other draft ids read the last column, 0.
         applies = levels > level
         added = torch.zeros(len(contexts), num_columns, device=logits.device)
@@ -113,8 +131,8 @@ def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: T
     return scores
 
 
-class MaskedScorer:
-    """A Scorer that gives tokens which the sessions' grammars do not allow a logit of minus infinity.
+class MaskedScorer(Generic[Scored]):
+    """A LevelScorer that gives tokens which the sessions' grammars do not allow a logit of minus infinity.
 
     A node whose mask is not known, or allows nothing of the draft vocabulary, is left as it is.
 
@@ -123,7 +141,7 @@ class MaskedScorer:
     """
 
     def __init__(
-        self, scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor, path_masks: PathMasks | None
+        self, scorer: LevelScorer[Scored], contexts: Sequence[DraftContext], draft_ids: Tensor, path_masks: PathMasks | None
     ) -> None:
         self._scorer, self._contexts, self._path_masks = scorer, contexts, path_masks
         # Bit id & 7 of byte id >> 3 says whether the grammar allows a token.
@@ -147,7 +165,7 @@ class MaskedScorer:
         asked = {c.session: own for c, own in zip(self._contexts, self._paths, strict=True) if c.allowed}
         self._wait, self._width = self._path_masks(asked), tokens.shape[1]
 
-    def __call__(self, logits: Tensor, level: int) -> Scores:
+    def __call__(self, logits: Tensor, level: int) -> Scored:
         found = self._wait()
         masks = {
             session * self._width + place: bits
@@ -177,7 +195,7 @@ class MaskedExpansion:
         scorer: of the growth.
     """
 
-    def __init__(self, expansion: Expansion, scorer: MaskedScorer) -> None:
+    def __init__(self, expansion: Expansion, scorer: MaskedScorer[Any]) -> None:
         self._expansion, self._scorer = expansion, scorer
 
     def first(self) -> Tensor:
@@ -190,14 +208,14 @@ class MaskedExpansion:
         return self._expansion.next(level, parents, tokens)
 
 
-def chain_scorer(words: Tensor, probs: ProbsFunction) -> Scorer:
+def chain_scorer(words: Tensor, probs: ProbsFunction) -> LevelScorer[ChainLogits]:
     """Return what `draw_chains` draws from: logits under each session's temperature and filters.
 
     Args:
         words: the output of `chain_words` on the device.
         probs: applies temperature and filters to logits.
     """
-    return lambda logits, level: Scores(logits, words, None, level, probs)
+    return lambda logits, level: ChainLogits(logits, words, level, probs)
 
 
 def make_scorer(contexts: Sequence[DraftContext], ranking: Ranking, levels: int, draft_ids: Tensor) -> Scorer:
