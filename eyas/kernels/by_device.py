@@ -7,14 +7,28 @@ candidates of a level, W nodes expanded of these, K most tokens of a proposal.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from eyas.device.placement import runs_compiled, runs_triton
-from eyas.kernels.arguments import Draw, Frontier, Kept, ProbsFunction, Ranked, Scale
+from eyas.kernels.arguments import (
+    UNSCALED,
+    Draw,
+    Frontier,
+    Kept,
+    KVScales,
+    LayerSlots,
+    ProbsFunction,
+    Projected,
+    Ranked,
+    Scale,
+)
 from eyas.kernels.plain import layers as plain_layers
+
+if TYPE_CHECKING:
+    from eyas.models.layers.norms import HeadLayout, RMSNorm
 
 # Scores of a row up to which sorting is faster than selection.
 MAX_SORTED = 256
@@ -172,7 +186,52 @@ def drafting_kernels(values: Tensor) -> DraftingKernels:
     return plain
 
 
-def layer_kernels(x: Tensor) -> Any:
+class LayerKernels(Protocol):
+    """Kernels between the products of layers. `kernels.plain.layers` says what each of them does."""
+
+    RUNS_EXPERTS: bool
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def project(
+        self, qkv: Tensor, heads: HeadLayout, rotary: Tensor, residual: Tensor, slots: LayerSlots | None
+    ) -> Projected: ...
+
+    def project_parts(
+        self, parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float, heads: HeadLayout | None, rotary: Tensor,
+        residual: Tensor,
+    ) -> Projected: ...  # fmt: skip
+
+    def gate(self, gate_up: Tensor, activation: str, ups: Tensor | None = None) -> Tensor: ...
+
+    def convolve(self, rows: Tensor, base: Tensor, deltas: Tensor, side: int, block_rows: int) -> Tensor: ...
+
+    def scaled_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor) -> Tensor: ...
+
+    def pair_inputs(
+        self, states: Tensor, parents: Tensor, tokens: Tensor, draft_ids: Tensor, embedding: Tensor,
+        norms: tuple[Tensor, Tensor], eps: float,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    def norm_rows(self, x: Tensor, norm: RMSNorm) -> Tensor: ...
+
+    def rotary_rows(
+        self, known: dict[int, tuple[Tensor, Tensor, Tensor]], cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def rotate_and_store(
+        self, qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor,
+        scales: KVScales = UNSCALED,
+    ) -> Tensor: ...  # fmt: skip
+
+    def add_norm(
+        self, hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+def layer_kernels(x: Tensor) -> LayerKernels:
     """Return the kernels for rows of a draft head: plain ones on the CPU, without Triton, and in training, which needs
     gradients.
     """
@@ -183,7 +242,7 @@ def layer_kernels(x: Tensor) -> Any:
     return compiled
 
 
-def fused_kernels(rows: Tensor, has_attention: bool) -> Any:
+def fused_kernels(rows: Tensor, has_attention: bool) -> LayerKernels:
     """Return the kernels for rows of a fused layer: Triton's on a GPU, where attention has its own, too; else plain ones."""
     if not has_attention or rows.device.type == "cpu":
         return plain_layers

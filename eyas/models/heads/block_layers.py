@@ -126,7 +126,7 @@ class BlockConvolution(nn.Module):
     def _convolve(self, rows: Tensor, deltas: Tensor, side: int) -> Tensor:
         """Convolve rows [R, H]. side: 0 before the sublayer, 1 behind it."""
         kernels, base = layer_kernels(rows), self.base_kernel[side]
-        return kernels.convolve(rows, base, deltas, side, self._block)  # type: ignore[no-any-return]
+        return kernels.convolve(rows, base, deltas, side, self._block)
 
 
 class MarkovHead(nn.Module):

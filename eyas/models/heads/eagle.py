@@ -118,6 +118,8 @@ class EagleHead(nn.Module):
         if self.fc is not None:
             features = take_rows(states, parents).flatten(0, 1)
             return self.project(features, self.draft_ids[tokens].flatten(), positions, slots)
+        assert first.input_norm is not None
+        assert first.hidden_norm is not None
         norms = first.input_norm, first.hidden_norm
         inputs, features = layer_kernels(states).pair_inputs(
             states, parents, tokens, self.draft_ids, self.embedding, norms, self.config.rms_norm_eps

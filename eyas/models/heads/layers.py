@@ -137,7 +137,7 @@ class DraftLayer(nn.Module):
         slots: where a kernel may write keys and values at once.
         """
         qkv = self.qkv(inputs).view(-1, self.heads.num_heads + 2 * self.heads.num_kv_heads, self.heads.width)
-        return layer_kernels(qkv).project(qkv, self.heads, rotary, residual, slots)  # type: ignore[no-any-return]
+        return layer_kernels(qkv).project(qkv, self.heads, rotary, residual, slots)
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the rest of the layer: attention output [R, heads, d] and residual [R, H] to the next state [R, H]."""
@@ -149,7 +149,7 @@ class DraftLayer(nn.Module):
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the root-mean-square norm over the last dimension, in float32."""
     kernels = layer_kernels(x) if weight.dim() == 1 else plain
-    return kernels.rms_norm(x, weight, eps)  # type: ignore[no-any-return]
+    return kernels.rms_norm(x, weight, eps)
 
 
 def rotary_table(config: Any, length: int) -> Tensor:
@@ -199,7 +199,7 @@ class Float8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., K] to [..., N]."""
-        return layer_kernels(x).scaled_linear(x, self.weight, self.bias, self.scales)  # type: ignore[no-any-return]
+        return layer_kernels(x).scaled_linear(x, self.weight, self.bias, self.scales)
 
 
 def quantise_head(head: nn.Module, device: torch.device) -> None:
