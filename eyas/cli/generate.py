@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import sys
 import time
@@ -12,7 +13,6 @@ import urllib.request
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -26,7 +26,7 @@ from eyas.cli import options
 from eyas.client import Client, RetryPolicy
 from eyas.config.drafting import NO_DRAFTS
 from eyas.config.file_values import check_source
-from eyas.config.gguf_files import gguf_file
+from eyas.config.gguf_files import SUFFIX
 from eyas.errors import CheckpointError, ConfigError, EyasError, InvalidRequest, RequestFailed, Unavailable
 from eyas.progress import progress
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
@@ -187,6 +187,7 @@ def generate(
     method: options.Method = "",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    tokenizer: options.TokenizerOf = "",
     validate_head: options.ValidateHead = "auto",
     quantization: options.Quantization = "",
     max_model_len: options.MaxModelLen = None,
@@ -344,7 +345,9 @@ def _source_and_prompt(words: list[str], address: str) -> tuple[str, str]:
 
 
 def _names_model(word: str) -> bool:
-    return Path(word).is_dir() or gguf_file(word) is not None or _MODEL.fullmatch(word) is not None
+    """Return whether a word is a model's: a folder, a hub id, a GGUF file that exists or a word that may be one."""
+    is_file = word.lower().endswith(SUFFIX) and (os.path.exists(word) or not re.search(r"\s", word))
+    return os.path.isdir(word) or is_file or _MODEL.fullmatch(word) is not None
 
 
 def _load(source: str, given: dict[str, Any]) -> LLM:

@@ -240,7 +240,7 @@ DraftsAt = Annotated[
     ),
 ]
 TokenizerOf = Annotated[
-    str, typer.Option(help="Folder or hub id with the tokenizer, for a model without one; by default that of MODEL.")
+    str, typer.Option(help="Folder or hub id that the tokenizer is taken from; by default that of MODEL.")
 ]
 Template = Annotated[str, typer.Option(help="File with a Jinja chat template, for a model without one.")]
 ToolParser = Annotated[str, typer.Option(help=f"How the model writes tool calls: {_names(ToolCallParser)}.")]

@@ -286,7 +286,7 @@ def shown(value: object) -> str:
 
 
 def check_source(source: str) -> None:
-    """Raises CheckpointError for what is no folder, no GGUF file and can be no hub id; asks no hub and loads nothing."""
+    """Checks that a source is a folder, a GGUF file or a possible hub id. Raises CheckpointError; asks no hub."""
     if gguf_file(source) is not None:
         return
     is_path = Path(source).exists() or source.startswith((".", "/", "~")) or source.count("/") > 1

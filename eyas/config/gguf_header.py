@@ -19,6 +19,8 @@ VERSIONS = (2, 3)
 # Kinds of values: those of a fixed size as `struct` names them, a text, and an array.
 _FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
+# Most dimensions of a tensor.
+MAX_DIMS = 4
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def read_header(file: Path) -> GgufHeader:
             return _Reader(data).header()
     except (OSError, ValueError, struct.error, UnicodeDecodeError, OverflowError, MemoryError) as error:
         raise CheckpointError(
-            f"{file} is no GGUF file that can be read: {str(error) or type(error).__name__}; fetch it again"
+            f"{file} is not a GGUF file that can be read: {str(error) or type(error).__name__}; fetch it again"
         ) from error
 
 
@@ -88,9 +90,15 @@ class _Reader:
             name = self._text()
             metadata[name] = self._value(*self._numbers("I"))
         tensors = [self._tensor() for _ in range(num_tensors)]
-        alignment = int(metadata.get("general.alignment", 32))
+        alignment = metadata.get("general.alignment", 32)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise ValueError(f"its general.alignment is {alignment!r:.80}, which is not a power of two")
         start = -(-self._at // alignment) * alignment
-        moved = (StoredBlock(one.name, one.shape, one.kind, start + one.offset) for one in tensors)
+        moved = [StoredBlock(one.name, one.shape, one.kind, start + one.offset) for one in tensors]
+        if behind := next((one for one in moved if one.offset > len(self._data)), None):
+            raise ValueError(
+                f"{behind.name} begins at {behind.offset}, but the file ends at {len(self._data)}: it is truncated"
+            )
         return GgufHeader(metadata, tuple(moved))
 
     def _numbers(self, kinds: str) -> tuple[Any, ...]:
@@ -116,12 +124,16 @@ class _Reader:
         inner, count = self._numbers("IQ")
         if inner in _FIXED:
             return list(self._numbers(f"{count}{_FIXED[inner]}"))
+        if inner == _ARRAY:
+            raise ValueError("its metadata holds arrays in an array")
         return [self._value(inner) for _ in range(count)]
 
     def _tensor(self) -> StoredBlock:
         """Read one entry of the table of tensors; its offset counts from the first tensor."""
         name = self._text()
         (num_dims,) = self._numbers("I")
+        if num_dims > MAX_DIMS:
+            raise ValueError(f"its tensor {name:.80} has {num_dims} dimensions, more than {MAX_DIMS}")
         dims = self._numbers(f"{num_dims}Q")
         kind, offset = self._numbers("IQ")
         return StoredBlock(name, tuple(reversed(dims)), kind, offset)

@@ -12,7 +12,9 @@ from eyas.errors import CheckpointError, ConfigError
 
 
 def check_target(source: str, engine: EngineConfig) -> None:
-    """Check a target's config.json, and the engine's settings against it. A hub id passes: its files may not be here yet.
+    """Check a target's config.json, and the engine's settings against it. A GGUF file is unpacked for that, once.
+
+    A hub id passes: its files may not be here yet.
 
     Raises CheckpointError and ConfigError, as loading the target would.
     """

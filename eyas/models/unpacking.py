@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.config.file_values import shown
+from eyas.config.gguf_files import MARK
 from eyas.config.gguf_header import GgufHeader, StoredBlock, read_header
 from eyas.errors import CheckpointError, EyasError
 from eyas.models.checkpoint import explained, shortened
@@ -32,8 +34,21 @@ END_TOKENS = (
 )
 CONTROL_TOKEN = 3
 PLAIN_KINDS = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
-# Scalings of RoPE that are restored: transformers reads none of them from a file.
-SCALINGS = ("linear", "yarn")
+# Transformers reads no scaling of RoPE from a file. What a file says of YaRN, by its names there and in rope_parameters.
+YARN = {
+    "scaling.original_context_length": "original_max_position_embeddings",
+    "scaling.yarn_beta_fast": "beta_fast",
+    "scaling.yarn_beta_slow": "beta_slow",
+}
+# Keys that are not restored, with the values that scale nothing; those of YaRN's extrapolation depend on the type.
+NEUTRAL = {
+    "scaling.attn_factor": (1,),
+    "scaling.yarn_attn_factor": (1,),
+    "scaling.yarn_log_multiplier": (0,),
+    "scaling.alpha": (0, 1),
+}
+# Keys that describe a model and scale nothing, unless it is YaRN.
+NOTES = ("scaling.finetuned", "scaling.original_context_length")
 # How Llama 3.1 and later scale it; files hold the result, a divisor of each frequency.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 LLAMA3_FACTORS = (8.0, 32.0)
@@ -88,7 +103,7 @@ def _check_tensors(tensors: Sequence[StoredBlock], file: Path) -> None:
     end = 0
     for tensor in tensors:
         block, num_bytes = sizes[gguf.GGMLQuantizationType(tensor.kind)]
-        end = max(end, tensor.offset + tensor.count // block * num_bytes)
+        end = max(end, tensor.offset + -(-tensor.count // block) * num_bytes)
     if (size := file.stat().st_size) < end:
         raise CheckpointError(f"{file} has {size} bytes, but its tensors end at {end}: it is truncated; fetch it again")
 
@@ -122,25 +137,45 @@ def _config(file: Path, header: GgufHeader) -> Any:
 
 def _rope_scaling(file: Path, header: GgufHeader) -> dict[str, Any]:
     """Return what rope_parameters lack. Raises CheckpointError for a scaling that cannot be restored."""
-    kind = header.own("rope.scaling.type") or "none"
-    factors = [tensor for tensor in header.tensors if tensor.name.startswith("rope_f")]
-    if kind in SCALINGS:
-        found = {"rope_type": kind, "factor": float(header.own("rope.scaling.factor") or 1)}
-        if (original := header.own("rope.scaling.original_context_length")) is not None:
-            found["original_max_position_embeddings"] = int(original)
-        return found
-    if [tensor.name for tensor in factors] == ["rope_freqs.weight"] and kind == "none":
-        return _llama3_scaling(file, factors[0], float(header.own("rope.freq_base") or 10000))
-    if factors or kind != "none":
-        raise CheckpointError(
-            f"{file} scales its rotary embedding by {kind if kind != 'none' else factors[0].name}, which is not read from "
-            "GGUF files; take the model's checkpoint of safetensors"
-        )
-    return {}
+    begins = f"{header.architecture}.rope."
+    given = {key.removeprefix(begins): value for key, value in header.metadata.items() if key.startswith(f"{begins}scal")}
+    kind = given.pop("scaling.type", "linear")  # so llama.cpp reads a factor without a type
+    factor = given.pop("scaling.factor", given.pop("scale_linear", 1)) or 1
+    found: dict[str, Any] = {}
+    if kind == "yarn" or (kind == "linear" and factor != 1):
+        found = {"rope_type": kind, "factor": factor}
+    elif kind not in ("linear", "none"):
+        raise _not_read(file, f"rope.scaling.type = {kind}")
+    elif factor != 1:
+        raise _not_read(file, f"rope.scaling.factor = {factor} of the type {kind}")
+    if kind == "yarn":
+        found |= {own: given.pop(key) for key, own in YARN.items() if key in given}
+    neutral = {**NEUTRAL, "scaling.yarn_ext_factor": (-1, 1 if kind == "yarn" else 0)}
+    for key, value in given.items():
+        if key not in NOTES and value not in neutral.get(key, ()):
+            raise _not_read(file, f"rope.{key} = {value}")
+    if wrong := {key: value for key, value in found.items() if key != "rope_type" and type(value) not in (int, float)}:
+        raise CheckpointError(f"{file}: its scaling of rotary embeddings has no numbers: {shown(wrong)}; fetch it again")
+    tensors = [tensor for tensor in header.tensors if tensor.name.startswith("rope_f")]
+    for tensor in tensors:
+        if found or tensor.name != "rope_freqs.weight":
+            raise _not_read(file, tensor.name)
+        return _llama3_scaling(file, tensor, float(header.own("rope.freq_base") or 10000))
+    return found
+
+
+def _not_read(file: Path, what: str) -> CheckpointError:
+    """Return the error for a scaling that cannot be restored."""
+    return CheckpointError(
+        f"{file} scales its rotary embedding by {what}, which is not read from GGUF files; take the model's checkpoint of "
+        "safetensors"
+    )
 
 
 def _llama3_scaling(file: Path, tensor: StoredBlock, base: float) -> dict[str, Any]:
     """Return the scaling of Llama 3 whose divisors a file holds, [D / 2]; nothing if all are 1. Raises CheckpointError."""
+    if tensor.kind != gguf.GGMLQuantizationType.F32:
+        raise _not_read(file, f"{tensor.name}, which is not in float32")
     stored = np.memmap(file, np.float32, "r", tensor.offset, (tensor.count,))
     if np.all(stored == 1):
         return {}
@@ -233,15 +268,18 @@ def _save_tokenizer(file: Path, folder: Path) -> list[str]:
 
 
 def _main() -> int:
-    """Unpack the file of the command line; print why not, in a line."""
+    """Unpack the file of the command line; print warnings, or why not, in lines that are marked: libraries print too."""
     logging.basicConfig(level=logging.ERROR)
     file, folder = map(Path, sys.argv[1:])
+    status = 0
     try:
-        print("\n".join(unpack(file, folder)))
+        lines = unpack(file, folder)
     except EyasError as error:
-        print(error)
-        return 1
-    return 0
+        lines = [str(error)]
+        status = 1
+    for line in lines:
+        print(f"\n{MARK}{' '.join(line.splitlines())}")
+    return status
 
 
 if __name__ == "__main__":

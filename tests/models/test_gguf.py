@@ -1,10 +1,12 @@
 """A GGUF file is served as its folder of safetensors would be: same tokens, same heads, same errors."""
 
+import fcntl
 import json
 import logging
 import re
 import shutil
 import struct
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from eyas.config.file_values import check_source
 from eyas.config.gguf_files import gguf_file, local_folder
 from eyas.config.gguf_header import read_header
 from eyas.config.target_limits import check_target
-from eyas.errors import CheckpointError, ConfigError
+from eyas.errors import CheckpointError, ConfigError, MissingPackage
 from eyas.llm import LLM
 from eyas.models.checkpoint import resolve, target_fingerprint
 from eyas.models.supported import inspect_architecture
@@ -167,11 +169,48 @@ def test_divisors_are_those_of_transformers() -> None:
     np.testing.assert_allclose(plain / llama3_divisors(64, 500000.0, 8.0), scaled.numpy(), rtol=1e-5)
 
 
-def test_linear_scaling_is_restored(target: Path, tmp_path: Path) -> None:
-    values = {"rope__scaling__type": "linear", "rope__scaling__factor": 4.0}
-    file = write_gguf(target, tmp_path / "tiny.gguf", **values)
+SCALINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": ({"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "no type": ({"factor": 4.0, "finetuned": 1, "alpha": 1.0}, {"rope_type": "linear", "factor": 4.0}),
+    "older key": ({"_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "none": ({"type": "none", "factor": 1.0, "original_context_length": 64}, {"rope_type": "default"}),
+    "yarn": (
+        {"type": "yarn", "factor": 4.0, "original_context_length": 64, "yarn_beta_fast": 8.0, "yarn_beta_slow": 2.0,
+         "attn_factor": 1.0, "yarn_ext_factor": 1.0, "yarn_log_multiplier": 0.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 2.0},
+    ),
+}  # fmt: skip
+
+
+def scaling_values(values: dict[str, Any]) -> dict[str, Any]:
+    return {f"rope__scale{key}" if key[0] == "_" else f"rope__scaling__{key}": value for key, value in values.items()}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_other_scalings_are_restored(name: str, target: Path, tmp_path: Path) -> None:
+    values, expected = SCALINGS[name]
+    file = write_gguf(target, tmp_path / "tiny.gguf", **scaling_values(values))
     parameters = json.loads(Path(unpacked(file), "config.json").read_text())["rope_parameters"]
-    assert (parameters["rope_type"], parameters["factor"]) == ("linear", 4.0)
+    assert parameters == {"rope_theta": 10000.0, **expected}
+
+
+UNREAD: dict[str, tuple[dict[str, Any], str]] = {
+    "longrope": ({"type": "longrope"}, "type = longrope"),
+    "attention": ({"type": "yarn", "factor": 4.0, "attn_factor": 0.5}, "attn_factor = 0.5"),
+    "yarn's attention": ({"type": "yarn", "factor": 4.0, "yarn_attn_factor": 2.0}, "yarn_attn_factor = 2.0"),
+    "logarithm": ({"type": "yarn", "yarn_log_multiplier": 0.5}, "yarn_log_multiplier = 0.5"),
+    "extrapolation": ({"type": "linear", "factor": 4.0, "yarn_ext_factor": 1.0}, "yarn_ext_factor = 1.0"),
+    "none": ({"type": "none", "factor": 4.0}, "factor = 4.0 of the type none"),
+    "unknown": ({"later": 2.0}, "later = 2.0"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_scalings_that_are_not_read_are_refused(name: str, target: Path, tmp_path: Path) -> None:
+    values, reason = UNREAD[name]
+    file = write_gguf(target, tmp_path / "tiny.gguf", **scaling_values(values))
+    with pytest.raises(CheckpointError, match=rf"rotary embedding by rope\.scaling\.{reason}, which is not read"):
+        unpack(file, tmp_path / "out")
 
 
 def damage_kind(file: Path) -> None:
@@ -187,6 +226,17 @@ def damage_architecture(file: Path) -> None:
     file.write_bytes(data.replace(b"llama", b"lhama"))
 
 
+def write_header(kind: int, value: bytes, name: str = "general.alignment", tensors: bytes = b"") -> Any:
+    """What writes a file of one value and one tensor."""
+    text = struct.pack("<Q", len(name)) + name.encode()
+    data = b"GGUF" + struct.pack("<IQQ", 3, bool(tensors), 1) + text + struct.pack("<I", kind) + value + tensors
+    return lambda file: file.write_bytes(data)
+
+
+def one_tensor(num_dims: int, offset: int) -> bytes:
+    return struct.pack(f"<QcI{num_dims}QIQ", 1, b"w", num_dims, *[1] * num_dims, 0, offset)
+
+
 def split(file: Path) -> None:
     file.rename(file.with_name("a-00001-of-00003.gguf"))
 
@@ -198,15 +248,21 @@ def double(file: Path) -> None:
 BROKEN: dict[str, tuple[Any, str]] = {
     "text": (lambda file: file.write_text("version https://git-lfs"), "it begins with b'vers', not with b'GGUF'; fetch"),
     "empty": (lambda file: file.write_bytes(b""), "it begins with b'', not with b'GGUF'"),
-    "half a header": (lambda file: file.write_bytes(file.read_bytes()[:300]), "is no GGUF file that can be read: .*; fetch"),
-    "no header": (lambda file: file.write_bytes(b"GGUF"), "is no GGUF file that can be read: .*; fetch"),
-    "half": (lambda file: file.write_bytes(file.read_bytes()[:-2000]), "but its tensors end at .*: it is truncated; fetch"),
+    "half a header": (lambda file: file.write_bytes(file.read_bytes()[:300]), "is not a GGUF file that can be read: "),
+    "no header": (lambda file: file.write_bytes(b"GGUF"), "is not a GGUF file that can be read: .*; fetch"),
+    "half": (lambda file: file.write_bytes(file.read_bytes()[:-2000]), "but the file ends at .*: it is truncated; fetch"),
     "version": (lambda file: file.write_bytes(b"GGUF\4" + file.read_bytes()[5:]), "has version 4 of the format"),
     "kind": (damage_kind, "weights of the kind Q8_K, which .* cannot unpack; take a file of another kind, such as Q4_K_M"),
     "architecture": (damage_architecture, "whose architecture is 'lhama': .*lhama is not supported"),
     "part": (split, r"part 1 of 3 .* --merge FIRST_PART a\.gguf"),
     "several": (double, r"holds 2 GGUF files: b\.gguf, tiny\.gguf; name one"),
-    "longrope": (None, "scales its rotary embedding by longrope, which is not read"),
+    "alignment 0": (write_header(4, bytes(4)), r"general\.alignment is 0, which is not a power of two; fetch"),
+    "alignment 48": (write_header(4, struct.pack("<I", 48)), r"general\.alignment is 48, which is not a power of two"),
+    "alignments": (write_header(9, struct.pack("<IQI", 4, 1, 32)), r"general\.alignment is \[32\], which is not a power"),
+    "arrays": (write_header(9, struct.pack("<IQ", 9, 1) * 3000), "its metadata holds arrays in an array; fetch"),
+    "dimensions": (write_header(4, bytes(4), "a", one_tensor(5, 0)), "its tensor w has 5 dimensions, more than 4"),
+    "offset": (write_header(4, bytes(4), "a", one_tensor(1, 1 << 40)), "w begins at .*, but the file ends at .*"),
+    "size": (write_header(4, bytes(4), "a", one_tensor(1, 0)), "is truncated"),
     "freqs": (None, r"its rope_freqs\.weight is not how Llama 3 scales"),
 }  # fmt: skip
 
@@ -214,8 +270,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_cannot_be_read_is_refused(name: str, target: Path, tmp_path: Path) -> None:
     damage, message = BROKEN[name]
-    more: dict[str, Any] = {"longrope": {"rope__scaling__type": "longrope"}, "freqs": {"freqs": np.full(4, 3, np.float32)}}
-    file = write_gguf(target, tmp_path / "tiny.gguf", **more.get(name, {}))
+    file = write_gguf(target, tmp_path / "tiny.gguf", freqs=np.full(4, 3, np.float32) if name == "freqs" else None)
     if damage is not None:
         damage(file)
     with pytest.raises(CheckpointError, match=message) as caught:
@@ -250,7 +305,7 @@ def test_ranks_share_a_file(file: Path) -> None:
 def test_missing_packages_are_named(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     new = shutil.copy(file, tmp_path)
     monkeypatch.setattr(gguf_files, "find_spec", lambda name: None if name == "gguf" else object())
-    with pytest.raises(CheckpointError, match=r"install what reads it: pip install gguf$"):
+    with pytest.raises(MissingPackage, match=r"reading .*tiny\.gguf needs the package gguf; run: pip install .*\[gguf\]"):
         local_folder(str(new))
     assert local_folder(str(file)) is not None  # unpacked already
 
@@ -263,9 +318,62 @@ def test_a_place_that_cannot_be_written_is_named(file: Path, tmp_path: Path, mon
         local_folder(str(new))
 
 
-def test_a_missing_file_is_named() -> None:
-    with pytest.raises(CheckpointError, match=r"no file at 'nowhere\.gguf'"):
-        LLM("nowhere.gguf")
+def test_the_lock_outlives_a_process_that_ends(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf_files, "HF_HOME", str(tmp_path))
+    children = []
+
+    def interrupted(command: Any, pass_fds: Any, **options: Any) -> Any:
+        children.append(subprocess.Popen(["sleep", "60"], pass_fds=pass_fds))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gguf_files.subprocess, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        local_folder(str(file))
+    (name,) = tmp_path.glob("eyas/*.lock")
+    with name.open("w") as lock:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        children[0].kill()
+        children[0].wait()
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+ENDINGS = {
+    "reason": (1, "loading\nunpacking: x.gguf: wrong\nbye\n", "Traceback", "x.gguf: wrong"),
+    "crash": (1, "loading\n", "Traceback\nKeyError: 'a'\n", "x.gguf cannot be unpacked: KeyError: 'a'"),
+    "silence": (3, "", "", "x.gguf cannot be unpacked: exit status 3"),
+    "killed": (-9, "", "", "x.gguf: the unpacker was killed by signal 9, probably out of memory; see docs/models.md"),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_an_unpacker_that_fails_is_explained(name: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status, stdout, stderr, expected = ENDINGS[name]
+    monkeypatch.setattr(gguf_files, "HF_HOME", str(tmp_path))
+    result = subprocess.CompletedProcess([], status, stdout, stderr)
+    monkeypatch.setattr(gguf_files.subprocess, "run", lambda *words, **options: result)
+    with pytest.raises(CheckpointError) as caught:
+        local_folder(str(file))
+    assert str(caught.value).replace(str(file), "x.gguf") == expected
+
+
+def test_what_may_not_be_read_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path, *words: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    for method, source in (("open", file), ("iterdir", file.parent), ("stat", file)):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, method, forbidden)
+            with pytest.raises(CheckpointError, match=re.escape(f"cannot read {str(source)!r}: Permission denied; name a")):
+                local_folder(str(source))
+    with pytest.raises(CheckpointError, match="File name too long"):
+        check_source("x" * 300)
+
+
+@pytest.mark.parametrize("name", ["nowhere.gguf", "owner/nowhere.gguf"])
+def test_a_missing_file_is_named(name: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"no file at '{name}'; .* fetch that repository, and name its folder"):
+        LLM(name)
 
 
 def test_a_full_disk_is_named(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

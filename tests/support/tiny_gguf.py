@@ -60,7 +60,7 @@ def write_gguf(target: Path, file: Path, kind: str = "F32", freqs: Any = None, *
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     for name, value in values.items():
-        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add = {str: writer.add_string, int: writer.add_uint32}.get(type(value), writer.add_float32)
         add(f"llama.{name.replace('__', '.')}", value)
     write_tokenizer(writer, file.parent)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
