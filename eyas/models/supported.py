@@ -50,10 +50,16 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class RecordedMask:
-    """Mask that transformers would make. is_plain: it goes by the order of tokens and a window alone."""
+    """Mask that transformers would make.
+
+    Attributes:
+        is_plain: it goes by the order of tokens and a window alone.
+        is_causal: no row sees a later one.
+    """
 
     window: int | None
     is_plain: bool
+    is_causal: bool
 
 
 @dataclass(frozen=True)
@@ -202,11 +208,38 @@ class _Mask(Tensor):
     recorded: RecordedMask
 
 
-def _recording_mask(*_: Any, local_size: int | None = None, use_vmap: bool = False, **arguments: Any) -> Tensor:
+def _recording_mask(
+    *_: Any,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **arguments: Any,
+) -> Tensor:
     """Takes the place of a maker of masks. transformers sets use_vmap for masks of a model's own."""
     mask = torch.empty(1, 1, 1, 1, device="meta").as_subclass(_Mask)
-    mask.recorded = RecordedMask(local_size, not use_vmap)
+    mask.recorded = _judge_mask(mask_function, local_size, use_vmap)
     return mask
+
+
+def _judge_mask(mask_function: Callable[..., Any], window: int | None, is_own: bool) -> RecordedMask:
+    """Compare a mask with causal attention in a window, for rows about the ends of the first window.
+
+    A chunk's size arrives as a window's does; a chunk ends for all of its rows at once.
+    """
+    span = window or 4
+    rows = torch.tensor([0, 1, span - 1, span, span + 1], device="cpu")[:, None]
+    keys = torch.arange(span + 3, device="cpu")
+    first = torch.zeros((), dtype=torch.int64, device="cpu")
+    try:
+        seen = mask_function(first, first, rows, keys)
+        if seen.is_meta:
+            return RecordedMask(window, is_plain=False, is_causal=True)
+    except Exception:  # it reads values of the pass, which the meta device does not have
+        return RecordedMask(window, is_plain=False, is_causal=True)
+    causal = keys <= rows
+    plain = causal & (keys > rows - window) if window else causal
+    same = torch.equal(seen.expand_as(plain), plain)
+    return RecordedMask(window, is_plain=same and not is_own, is_causal=not torch.any(seen & ~causal).item())
 
 
 def _recording_attention(
@@ -226,7 +259,8 @@ def _recording_attention(
     arguments["attention_mask"] = None if mask is not None and mask.is_plain else attention_mask
     given = frozenset(name for name, value in arguments.items() if value is not None and not isinstance(value, bool))
     layer: Any = module.layer_idx
-    causal = bool(getattr(module, "is_causal", True))
+    asked = arguments.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if asked is None else asked) and (mask is None or mask.is_causal)
     window = arguments.get("sliding_window")
     shape = key.shape[1], key.shape[-1], value.shape[-1]
     calls.append(AttentionCall(int(layer), *shape, given, causal, window, mask))
@@ -235,6 +269,8 @@ def _recording_attention(
 
 def _check_calls(name: str, calls: Sequence[AttentionCall]) -> None:
     """Raises CheckpointError for calls of attention that Eyas does not answer, with the layers that make them."""
+    if both := [call.layer for call in calls if not call.causal]:
+        raise _refusal(name, f"{_layers(both)} attend in both directions", "tokens that are all known before the pass")
     arguments = {call.layer: call.arguments - SUPPORTED_ARGUMENTS - IGNORED_ARGUMENTS for call in calls}
     unknown = sorted(set().union(*arguments.values()))
     unequal = [call for call in calls if call.key_width != call.value_width]
@@ -251,8 +287,6 @@ def _check_calls(name: str, calls: Sequence[AttentionCall]) -> None:
             f"{unequal[0].value_width}, as in latent attention; Eyas keeps both of one width"
         )
         raise _refusal(name, what, "slots for a latent, or for unequal widths")
-    if both := [call.layer for call in calls if not call.causal]:
-        raise _refusal(name, f"{_layers(both)} attend in both directions", "tokens that are all known before the pass")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, masking_utils
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser, load_head
@@ -120,3 +122,27 @@ def test_heads_take_the_embedding_of_a_text_part(tmp_path: Path) -> None:
 
 def test_every_eos_id_of_the_generation_config_counts(tmp_path: Path) -> None:
     assert load_target(write_model(tmp_path, config_of("llama"))).eos_ids == {1, 7}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
+def test_a_causal_family_in_both_directions_is_refused(kind: str, tmp_path: Path) -> None:
+    folder = write_model(tmp_path, config_of(kind, is_causal=False))
+    with pytest.raises(CheckpointError, match=r"layers \[0, 1, 2\] attend in both directions"):
+        load_target(folder)
+
+
+def test_a_call_that_asks_for_both_directions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LlamaAttention.forward
+    monkeypatch.setattr(LlamaAttention, "forward", lambda *args, **named: plain(*args, **named, is_causal=False))
+    with pytest.raises(CheckpointError, match=r"layers \[0, 1, 2\] attend in both directions"):
+        inspect_architecture(config_of("llama"))
+
+
+def test_a_chunked_mask_is_no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though its size arrives as a window's does."""
+    config = config_of("llama", attention_chunk_size=8, sliding_window=8)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", masking_utils.create_sliding_window_causal_mask)
+    assert inspect_architecture(config).windows == {0: 8, 1: 8, 2: 8}
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", masking_utils.create_chunked_causal_mask)
+    with pytest.raises(CheckpointError, match=r"layers \[0, 1, 2\] give attention .* not support: attention_mask"):
+        inspect_architecture(config)

@@ -9,7 +9,11 @@ from torch import nn
 
 
 def relay_arguments(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Let every module with the number of a layer get these arguments of the model's forward pass, unless it has them."""
+    """Let every module with the number of a layer get these arguments of the model's forward pass, unless it has them.
+
+    They are kept for the time of a pass, also of one that raises. One thread at a time may run the model: the one that runs
+    the target's passes.
+    """
     given: dict[str, Any] = {}
 
     def take(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -19,7 +23,7 @@ def relay_arguments(model: nn.Module, names: tuple[str, ...]) -> None:
         return args, {**given, **named}
 
     model.register_forward_pre_hook(take, with_kwargs=True)
-    model.register_forward_hook(lambda module, args, output: given.clear())
+    model.register_forward_hook(lambda module, args, output: given.clear(), always_call=True)
     for module in model.modules():
         if hasattr(module, "layer_idx") and _takes_any(module):
             module.register_forward_pre_hook(add, with_kwargs=True)
