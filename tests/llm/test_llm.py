@@ -270,7 +270,6 @@ def test_torch_takes_one_thread_where_kernels_can_run(
         ["bench", "methods", "--prompts", "nowhere", "--method", "suffix"],
         ["check", "equality"],
         ["check", "head", "--draft-model", "nowhere", "--method", "eagle3"],
-        ["train", "eval", "nowhere", "--data", "nowhere"],
     ],
 )
 def test_every_command_takes_the_threads_that_an_llm_takes(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
