@@ -16,7 +16,7 @@ from eyas.errors import CheckpointError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Kinds of values: those of a fixed size as `struct` names them, a text, and an array.
+# Kinds of values: numbers of a fixed size as `struct` names them, a text, and an array.
 _FIXED = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _TEXT, _ARRAY = 8, 9
 # Most dimensions of a tensor.

@@ -48,7 +48,7 @@ class SamplingKernels(Protocol):
         """Return what each row's draw finds in one part of the vocabulary, for `best_of_races`; filters are not applied.
 
         Returns int32 [3, N]: bits of the part's largest logit, bits of its lowest score, and the token with it; vocab_size
-        where the part holds NaN. Scores are those of an exponential race relative to the part's largest logit, or -logit.
+        where the part holds NaN. A score is -logit, or comes from an exponential race relative to the part's largest logit.
 
         Args:
             logits: [N, P] of the tokens from `first_id` on.

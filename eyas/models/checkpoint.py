@@ -363,7 +363,7 @@ class WeightFiles:
             return cast(Tensor, handle.get_tensor(stored.get(name, name)))
 
     def _opened(self, file: Path) -> tuple[Any, dict[str, str]]:
-        """Return an open file, and the names that it has for its tensors by those of `names`."""
+        """Return an open file, and its own name for each tensor in `names`."""
         if file not in self._open:
             handle: Any = safe_open(file, framework="pt", device=self.device)
             stored = handle.keys()

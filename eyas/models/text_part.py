@@ -106,8 +106,8 @@ class StoredNames:
 def find_stored_names(own: Iterable[str], stored: Collection[str]) -> StoredNames | None:
     """Return where the files of a multimodal checkpoint hold the tensors of its text model.
 
-    The decoder is found by its embedding of tokens; of several, such as those of speech, the one with most of the model's
-    tensors counts. None if there is no embedding.
+    The decoder is found by its embedding of tokens; of several, such as a decoder of speech, the one with most of the
+    model's tensors counts. None if there is no embedding.
 
     Args:
         own: the model's parameters.

@@ -40,7 +40,7 @@ YARN = {
     "scaling.yarn_beta_fast": "beta_fast",
     "scaling.yarn_beta_slow": "beta_slow",
 }
-# Keys that are not restored, with the values that scale nothing; those of YaRN's extrapolation depend on the type.
+# Keys that are not restored, with the values that scale nothing; YaRN's extrapolation depends on the type.
 NEUTRAL = {
     "scaling.attn_factor": (1,),
     "scaling.yarn_attn_factor": (1,),

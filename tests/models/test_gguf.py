@@ -227,7 +227,7 @@ def damage_architecture(file: Path) -> None:
 
 
 def write_header(kind: int, value: bytes, name: str = "general.alignment", tensors: bytes = b"") -> Any:
-    """What writes a file of one value and one tensor."""
+    """A writer of a file with one value and one tensor."""
     text = struct.pack("<Q", len(name)) + name.encode()
     data = b"GGUF" + struct.pack("<IQQ", 3, bool(tensors), 1) + text + struct.pack("<I", kind) + value + tensors
     return lambda file: file.write_bytes(data)

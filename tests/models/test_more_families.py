@@ -117,7 +117,7 @@ def test_drafted_output_equals_generate(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["laguna", "qwen2_moe"])
 def test_wrong_masks_and_windows_show_in_logits(kind: str, tmp_path: Path) -> None:
-    """What the tests above look for would be seen: a wrong parent, and a window that is left out."""
+    """The tests above would see a wrong parent, and a window that is left out."""
     folder = write(kind, tmp_path)
     target = load_target(folder)
     kv_cache = make_kv_cache(target)

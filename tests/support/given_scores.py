@@ -1,4 +1,4 @@
-"""Scores of children that a test gives, ranked as those of draft models are."""
+"""Scores of children that a test gives, ranked as a draft model's are."""
 
 from typing import NamedTuple
 

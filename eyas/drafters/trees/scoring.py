@@ -56,7 +56,7 @@ class Scores:
     def best(self, k: int, above: Tensor | None = None) -> Ranked:
         """Return the k best children of each node, [S, R, k], see `rank`.
 
-        above: scores of the nodes [S, W], added to those of their children.
+        above: scores of the nodes [S, W], added to their children's.
         """
         best_children, inputs = drafting_kernels(self.logits).best_children, (self.words, self.noise, self.level, k)
         if above is not None and above.shape[1] != self.logits.shape[1]:  # one row of logits for all nodes

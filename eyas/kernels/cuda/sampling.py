@@ -97,7 +97,7 @@ def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) 
 
 
 def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
-    """Find the winner among those of all parts, see SamplingKernels. A copy and one launch."""
+    """Find the winner of all parts, see SamplingKernels. A copy and one launch."""
     (parts, _, rows), words = found.shape, upload(_words(draws), found.device)
     tokens, found = torch.empty(rows, dtype=torch.int64, device=found.device), found.permute(1, 2, 0).contiguous()
     with on_device_of(found):

@@ -43,7 +43,7 @@ def best_children(
 def child_scores(
     logits: Tensor, words: Tensor, noise: Tensor | None, level: int, probs: ProbsFunction | None = None
 ) -> Tensor:
-    """Return the log-scores of all children, float32 [S, R, D]; the arguments are those of `best_children`."""
+    """Return the log-scores of all children, float32 [S, R, D]; arguments as `best_children`."""
     scale = words[5].view(torch.float64).float()
     logits = without_nan(logits)
     perturbed = (logits if noise is None else logits + noise[:, None, level]) / scale[:, None, None]

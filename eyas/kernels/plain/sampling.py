@@ -55,7 +55,7 @@ def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) 
 
 
 def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
-    """Find the winner among those of all parts, see SamplingKernels."""
+    """Find the winner of all parts, see SamplingKernels."""
     tops, scores, ids = found[:, 0].view(torch.float32), found[:, 1].view(torch.float32), found[:, 2].long()
     largest, temperatures = tops.amax(0), _temperatures(draws, found.device)
     is_random = upload(np.array([draw.key.temperature > 0 for draw in draws]), found.device)

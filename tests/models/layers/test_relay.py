@@ -13,7 +13,7 @@ from eyas.models.layers.relay import relay_arguments
 
 
 class Argument:
-    """What a pass gives to its layers, such as a KV cache."""
+    """Arguments that a pass gives to its layers, such as a KV cache."""
 
 
 class Layer(nn.Module):
