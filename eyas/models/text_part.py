@@ -48,7 +48,7 @@ def causal_models(auto: Any) -> Any:
 
 def auto_class(config: Any) -> Any:
     """Return the Auto class that makes a language model of a config: that of causal LMs, or of models for images and text
-    whose text part has no class of its own.
+    whose text part has no class of its own. Raises CheckpointError for a config of neither.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
