@@ -10,6 +10,9 @@ from eyas.config.file_values import check_source, check_values, read_json
 from eyas.config.gguf_files import local_folder
 from eyas.errors import CheckpointError, ConfigError
 
+# Keys of config.json for the number of experts that rows are routed to.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 
 def check_target(source: str, engine: EngineConfig) -> None:
     """Check a target's config.json, and the engine's settings against it. A GGUF file is unpacked for that, once.

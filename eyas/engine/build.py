@@ -29,7 +29,7 @@ from eyas.models.backends.base import BackendPlan, ForwardBackend
 from eyas.models.backends.cpu import share_layers
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
 from eyas.models.backends.pass_memory import reserved_bytes
-from eyas.models.checkpoint import CheckpointSource, context_length, open_checkpoint
+from eyas.models.checkpoint import CheckpointSource, context_length, open_checkpoint, pass_dtype
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.layers.attention import kv_sources
 from eyas.models.loading import check_tensor_parallel, load_target
@@ -66,7 +66,8 @@ def load_model(
     if engine.quantization:
         check_quantization(engine.quantization, target.config, target.path)
     with explain_out_of_memory(f"no memory for the weights of {target.path!r}", device, FOR_WEIGHTS):
-        return load_target(target, dtype, device, layers, engine.max_model_len, shard)
+        passes = pass_dtype(target, dtype, device, engine)
+        return load_target(target, dtype, device, layers, engine.max_model_len, shard, passes)
 
 
 def assemble_engine(

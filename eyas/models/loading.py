@@ -80,14 +80,17 @@ def load_target(
     aux_hidden_state_layers: Sequence[int] = (),
     max_model_len: int = 0,
     shard: Shard | None = None,
+    passes: str = "",
 ) -> TargetModel:
     """Load a causal LM from a folder or hub id. Raises CheckpointError for missing weights.
 
     Args:
+        dtype: of the weights.
         max_model_len: tokens that rotary tables must serve; 0 takes the model's.
         shard: this process's part of the weights, if other ranks hold the rest; all ranks must load at the same time.
             Before any weight is read, raises CheckpointError for an architecture that is not supported, and ConfigError for
             a max_model_len above the model's.
+        passes: the dtype that passes compute in; empty takes that of the weights, see `pass_dtype`.
     """
     register_attention()
     check_device(dtype, device)
@@ -102,9 +105,11 @@ def load_target(
     names = stored_names(config, checkpoint, architecture.tensors)
     _check_shapes(architecture.tensors, config, checkpoint, names)
     ends = end_tokens(checkpoint.folder, config)
-    model = _load_parts(config, checkpoint, dtype, device, shard, [heads for heads, _ in shapes], names)
+    files = WeightFiles(checkpoint, getattr(torch, dtype), device, names.own if names else None)
+    computed = getattr(torch, passes or dtype)
+    model = _load_parts(config, files, computed, shard, [heads for heads, _ in shapes])
     if model is None:
-        model = _load_weights(config, checkpoint, dtype, names)
+        model = _load_weights(config, checkpoint, computed, names)
         if shard is not None:
             shard_model(model, shard, [heads for heads, _ in shapes])
     model.name_or_path = checkpoint.path
@@ -321,32 +326,26 @@ def _check_shapes(
 
 
 def _load_parts(
-    config: Any,
-    checkpoint: Checkpoint,
-    dtype: str,
-    device: str,
-    shard: Shard | None,
-    kv_heads: Sequence[int],
-    stored: StoredNames | None,
+    config: Any, files: WeightFiles, passes: torch.dtype, shard: Shard | None, kv_heads: Sequence[int]
 ) -> Any | None:
     """Return transformers' model whose weights are read from the files one by one: a rank's part of them, or all for the
     CPU, where they are packed. None for a whole model on another device, and where the files cannot be read in parts.
+
+    passes: the dtype that the model computes in.
     """
-    if shard is None and device != "cpu":
+    if shard is None and files.device != "cpu":
         return None
-    weights = getattr(torch, dtype)
-    make_model = partial(auto_class(config).from_config, config, dtype=weights, attn_implementation=ATTENTION_NAME)
-    files = WeightFiles(checkpoint, weights, device, stored.own if stored else None)
+    make_model = partial(auto_class(config).from_config, config, dtype=passes, attn_implementation=ATTENTION_NAME)
     if shard is None:
-        model = _load_packed(make_model, files)
-    elif (model := load_shard(make_model, files, torch.device(device), shard, kv_heads)) is None:
-        log.warning("%s: each rank reads all weights into memory before it takes its part", checkpoint.folder)
+        model = _load_packed(make_model, files, passes)
+    elif (model := load_shard(make_model, files, torch.device(files.device), shard, kv_heads)) is None:
+        log.warning("%s: each rank reads all weights into memory before it takes its part", files.folder)
     else:
         log.info("rank %d of %d has read %.2f GiB of weights", shard.rank, shard.size, files.bytes_read / 2**30)
     return model
 
 
-def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | None:
+def _load_packed(make_model: Callable[[], Any], files: WeightFiles, passes: torch.dtype) -> Any | None:
     """Return a causal LM on the CPU that is packed straight from the files; None as `weightless_model`."""
     found = weightless_model(make_model, files)
     if found is None:
@@ -359,12 +358,12 @@ def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | Non
         setattr(model.get_submodule(path), key, nn.Parameter(stored, requires_grad=False))
     tie_head(model, names)
     _warn_of_unused(files.names - set(names.values()) - {LM_HEAD}, files.folder)
-    optimize_for_cpu(model, files.dtype)
-    copy_stored_weights(model, files.dtype)
+    optimize_for_cpu(model, passes)
+    copy_stored_weights(model, passes)
     return model
 
 
-def _load_weights(config: Any, checkpoint: Checkpoint, dtype: str, names: StoredNames | None) -> Any:
+def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names: StoredNames | None) -> Any:
     """Return transformers' model with all of its weights. names: see `stored_names`."""
     from transformers import GenerationConfig
     from transformers.utils.logging import disable_progress_bar
@@ -374,7 +373,7 @@ def _load_weights(config: Any, checkpoint: Checkpoint, dtype: str, names: Stored
     no_defaults: Any = GenerationConfig
     with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), _quiet():
         model, report = auto_class(config).from_pretrained(
-            checkpoint.folder, config=config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME,
+            checkpoint.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
             key_mapping=names.key_mapping if names else None,
         )  # fmt: skip

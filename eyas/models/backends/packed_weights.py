@@ -9,12 +9,10 @@ multiply: for 8 to 64 rows oneDNN takes a half to a third of MKL's time, but on 
 from __future__ import annotations
 
 import math
-import platform
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -25,6 +23,7 @@ from torch import Tensor, nn
 from eyas.device.host import has_numba, keep_freed_memory
 from eyas.device.memory import to_huge_pages
 from eyas.device.placement import runs_compiled
+from eyas.device.processor import converts_halves, is_intel, multiplies_and_adds, multiplies_halves
 from eyas.kernels.arguments import BLOCK_OUTPUTS
 
 if TYPE_CHECKING:
@@ -46,8 +45,6 @@ MIN_SHARED_ROWS = 4
 # Layers that transformers calls one after the other on the same rows.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-PROCESSORS = Path("/proc/cpuinfo")
-
 
 def optimize_for_cpu(model: Any, dtype: torch.dtype | None = None) -> None:
     """Pack linear layers and move weights to huge pages. Weights on other devices stay as they are.
@@ -60,7 +57,7 @@ def optimize_for_cpu(model: Any, dtype: torch.dtype | None = None) -> None:
     else:
         head = model.get_output_embeddings()
         pack_weights(model, WEIGHT_DTYPES, head)  # the largest weight first, while no other one is there twice
-        if not _multiplies_halves(dtype):
+        if not multiplies_halves(str(dtype).removeprefix("torch.")):
             pack_weights(model, WEIGHT_DTYPES)
         if isinstance(head, PackedLinear):
             head.dtype = torch.float32
@@ -252,12 +249,6 @@ def _pack_embedding(module: Any, weight: PackedWeight, dtype: torch.dtype) -> No
         module.__class__ = kind
 
 
-@cache
-def is_intel() -> bool:
-    """Return whether this processor is of Intel."""
-    return "GenuineIntel" in _processor_words()
-
-
 @dataclass(eq=False)
 class PackedWeight:
     """A weight [N, K] in the layout of what multiplies by it.
@@ -441,32 +432,7 @@ def _fill(layout: Tensor, part: Tensor, scale: float) -> bool:
 
 def runs_kernel(dtype: torch.dtype) -> bool:
     """Return whether the kernels multiply by weights of a dtype. They convert float16 by an instruction of the processor."""
-    return has_numba() and (converts_halves() if dtype == torch.float16 else _multiplies_and_adds())
-
-
-@cache
-def converts_halves() -> bool:
-    """Return whether this processor converts half-precision floats in its vector units."""
-    return {"avx2", "f16c", "fma"} <= _processor_words()
-
-
-@cache
-def _multiplies_halves(dtype: torch.dtype) -> bool:
-    """Return whether the processor has instructions for products of a half precision."""
-    words = {torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16"}, torch.float16: {"amx_fp16", "avx512_fp16", "asimdhp"}}
-    return bool(words.get(dtype, set()) & _processor_words())
-
-
-@cache
-def _multiplies_and_adds() -> bool:
-    """Return whether one instruction multiplies and adds, so that sums in the order of inputs take no longer than a
-    library's.
-    """
-    return platform.machine() in ("aarch64", "arm64") or {"avx2", "fma"} <= _processor_words()
-
-
-def _processor_words() -> set[str]:
-    return set(PROCESSORS.read_text().split()) if PROCESSORS.exists() else set()
+    return has_numba() and (converts_halves() if dtype == torch.float16 else multiplies_and_adds())
 
 
 @cache
