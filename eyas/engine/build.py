@@ -11,9 +11,10 @@ import torch
 
 from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
-from eyas.config.target_limits import check_quantization
+from eyas.config.target_limits import INT8, check_quantization
 from eyas.device.host import report_phase
 from eyas.device.memory import explain_out_of_memory, to_huge_pages
+from eyas.device.placement import check_int8
 from eyas.drafters.base import Drafter
 from eyas.emulation.device import Clock, EmulatedBackend, emulated_device
 from eyas.engine.budget.measuring import build_draft_budget, cost_clock, has_gpu
@@ -67,6 +68,9 @@ def load_model(
         check_quantization(engine.quantization, target.config, target.path)
     with explain_out_of_memory(f"no memory for the weights of {target.path!r}", device, FOR_WEIGHTS):
         passes = pass_dtype(target, dtype, device, engine)
+        if engine.quantization == INT8:
+            check_int8(device, engine.tensor_parallel_size)
+            dtype = INT8
         return load_target(target, dtype, device, layers, engine.max_model_len, shard, passes)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
 from eyas.config.file_values import shown
-from eyas.config.target_limits import check_ranks, quantisation
+from eyas.config.target_limits import INT8, check_ranks, quantisation
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
 from eyas.models.backends.packed_weights import (
@@ -85,7 +85,7 @@ def load_target(
     """Load a causal LM from a folder or hub id. Raises CheckpointError for missing weights.
 
     Args:
-        dtype: of the weights.
+        dtype: of the weights. INT8 rounds those of linear layers to 8 bits, see `check_int8`.
         max_model_len: tokens that rotary tables must serve; 0 takes the model's.
         shard: this process's part of the weights, if other ranks hold the rest; all ranks must load at the same time.
             Before any weight is read, raises CheckpointError for an architecture that is not supported, and ConfigError for
@@ -93,7 +93,7 @@ def load_target(
         passes: the dtype that passes compute in; empty takes that of the weights, see `pass_dtype`.
     """
     register_attention()
-    check_device(dtype, device)
+    check_device(passes or dtype, device)
     checkpoint = open_checkpoint(source)
     check_quantisation(checkpoint.config, checkpoint.path, device)
     config = read_model_config(checkpoint)
@@ -105,9 +105,9 @@ def load_target(
     names = stored_names(config, checkpoint, architecture.tensors)
     _check_shapes(architecture.tensors, config, checkpoint, names)
     ends = end_tokens(checkpoint.folder, config)
-    files = WeightFiles(checkpoint, getattr(torch, dtype), device, names.own if names else None)
-    computed = getattr(torch, passes or dtype)
-    model = _load_parts(config, files, computed, shard, [heads for heads, _ in shapes])
+    computed, to_bytes = getattr(torch, passes or dtype), dtype == INT8
+    files = WeightFiles(checkpoint, computed if to_bytes else getattr(torch, dtype), device, names.own if names else None)
+    model = _load_parts(config, files, computed, to_bytes, shard, [heads for heads, _ in shapes])
     if model is None:
         model = _load_weights(config, checkpoint, computed, names)
         if shard is not None:
@@ -118,7 +118,7 @@ def load_target(
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
-    _adapt(target, longest)
+    _adapt(target, longest, to_bytes)
     logits = _check_attention(target)
     _check_rows(target)
     _fuse(target, logits)
@@ -176,11 +176,11 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
         unfuse_layers(target.model)
 
 
-def _adapt(target: TargetModel, max_model_len: int) -> None:
+def _adapt(target: TargetModel, max_model_len: int, to_bytes: bool) -> None:
     """Change what transformers' model does, where packed rows over token slots or exact logits need it."""
     drop_padding(target.config)
     pin_rotary(target.model, max_model_len)
-    optimize_for_cpu(target.model, target.dtype)
+    optimize_for_cpu(target.model, target.dtype, to_bytes)
     use_float32_head(target.model)
 
 
@@ -326,7 +326,7 @@ def _check_shapes(
 
 
 def _load_parts(
-    config: Any, files: WeightFiles, passes: torch.dtype, shard: Shard | None, kv_heads: Sequence[int]
+    config: Any, files: WeightFiles, passes: torch.dtype, to_bytes: bool, shard: Shard | None, kv_heads: Sequence[int]
 ) -> Any | None:
     """Return transformers' model whose weights are read from the files one by one: a rank's part of them, or all for the
     CPU, where they are packed. None for a whole model on another device, and where the files cannot be read in parts.
@@ -337,7 +337,7 @@ def _load_parts(
         return None
     make_model = partial(auto_class(config).from_config, config, dtype=passes, attn_implementation=ATTENTION_NAME)
     if shard is None:
-        model = _load_packed(make_model, files, passes)
+        model = _load_packed(make_model, files, passes, to_bytes)
     elif (model := load_shard(make_model, files, torch.device(files.device), shard, kv_heads)) is None:
         log.warning("%s: each rank reads all weights into memory before it takes its part", files.folder)
     else:
@@ -345,7 +345,7 @@ def _load_parts(
     return model
 
 
-def _load_packed(make_model: Callable[[], Any], files: WeightFiles, passes: torch.dtype) -> Any | None:
+def _load_packed(make_model: Callable[[], Any], files: WeightFiles, passes: torch.dtype, to_bytes: bool) -> Any | None:
     """Return a causal LM on the CPU that is packed straight from the files; None as `weightless_model`."""
     found = weightless_model(make_model, files)
     if found is None:
@@ -358,7 +358,7 @@ def _load_packed(make_model: Callable[[], Any], files: WeightFiles, passes: torc
         setattr(model.get_submodule(path), key, nn.Parameter(stored, requires_grad=False))
     tie_head(model, names)
     _warn_of_unused(files.names - set(names.values()) - {LM_HEAD}, files.folder)
-    optimize_for_cpu(model, passes)
+    optimize_for_cpu(model, passes, to_bytes)
     copy_stored_weights(model, passes)
     return model
 

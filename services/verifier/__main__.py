@@ -20,6 +20,7 @@ import torch
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES
 from eyas.config import DraftingConfig, EngineConfig, VerifierConfig
+from eyas.config.target_limits import INT8
 from eyas.device.placement import runs_compiled, use_threads
 from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.draft_head import DraftHead
@@ -145,6 +146,7 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
         *(config.dtype, KV_CACHE_DTYPES.get(engine.kv_cache_dtype), engine.acceptance, engine.deterministic),
         *([] if device == "cuda" else [device, *kernels]),
         *([] if passes == config.dtype else [f"passes in {passes}"]),
+        *([] if engine.quantization != INT8 else [INT8]),
         *([] if engine.tensor_parallel_size == 1 else [f"{engine.tensor_parallel_size} ranks"]),
         *([] if pattern == EngineConfig.json_whitespace_pattern else [f"JSON whitespace {pattern!r}"]),
     )
