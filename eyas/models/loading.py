@@ -102,11 +102,11 @@ def load_target(
     names = stored_names(config, checkpoint, architecture.tensors)
     _check_shapes(architecture.tensors, config, checkpoint, names)
     ends = end_tokens(checkpoint.folder, config)
-    model = _load_parts(config, checkpoint, dtype, device, shard, [heads for heads, _ in shapes], names)
+    model = _load_parts(config, checkpoint, dtype, device, shard, [shape.num_heads for shape in shapes], names)
     if model is None:
         model = _load_weights(config, checkpoint, dtype, names)
         if shard is not None:
-            shard_model(model, shard, [heads for heads, _ in shapes])
+            shard_model(model, shard, [shape.num_heads for shape in shapes])
     model.name_or_path = checkpoint.path
     model.generation_config.eos_token_id = ends
     _help_layers(model, architecture)
