@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.cache.kv_cache import KVShape
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.device.transfer import moved, upload

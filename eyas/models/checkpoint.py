@@ -61,6 +61,7 @@ PACKED_FOR_GPUS = "Int4WeightOnlyConfig"
 QUANTISATIONS: Mapping[str, tuple[str, ...]] = {
     "torchao": ("torchao",),
     "fp8": ("accelerate",),
+    "mxfp4": ("accelerate",),
     "compressed-tensors": ("compressed-tensors",),
     "gptq": ("gptqmodel", "optimum"),
     "awq": ("gptqmodel", "accelerate"),

@@ -372,12 +372,16 @@ def _load_weights(config: Any, checkpoint: Checkpoint, dtype: str, names: Stored
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
     no_defaults: Any = GenerationConfig
+    kind = quantisation(config)  # transformers takes it away where it dequantises
     with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), _quiet():
         model, report = auto_class(config).from_pretrained(
             checkpoint.folder, config=config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
             key_mapping=names.key_mapping if names else None,
         )  # fmt: skip
+    if kind and not quantisation(model.config):
+        log.warning("%s: nothing here multiplies by weights quantised by %s; they are held as %s, which takes more memory",
+                    checkpoint.path, kind, dtype)  # fmt: skip
     if mismatched := sorted(report["mismatched_keys"]):
         name, shape, wanted = mismatched[0]
         raise CheckpointError(f"{checkpoint.path!r}: {name} has shape {list(shape)}, but its config implies {list(wanted)}")

@@ -38,12 +38,12 @@ NODES = DraftTree.of((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 2, 3, 4, 1), (0.0,) * 
 # A family of each kind that attention, experts, norms, scales and rotary tables make; the others run nightly.
 DAILY = (
     "afmoe", "cohere", "cohere2_moe", "dots1", "exaone4", "gemma3n_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox",
-    "granitemoe", "laguna", "ministral3", "modernbert-decoder", "nemotron", "olmo", "opt", "phimoe", "qwen2_moe", "smollm3",
-    "stablelm", "vaultgemma",
+    "gpt_oss", "granite_swa", "laguna", "longcat_flash", "mimo_v2_flash", "ministral3", "modernbert-decoder", "nemotron",
+    "olmo", "opt", "phimoe", "qwen2_moe", "smollm3", "stablelm", "vaultgemma",
 )  # fmt: skip
-DAILY_DRAFTED = ("laguna", "nemotron", "qwen2_moe")
+DAILY_DRAFTED = ("gpt_oss", "laguna", "mimo_v2_flash", "nemotron")
 DAILY_WRAPPED = ("gemma3", "mistral3", "qwen3_vl", "step3p7")
-DAILY_RANKS = ("cohere", "gemma3n_text", "glm4_moe", "nemotron")
+DAILY_RANKS = ("cohere", "gemma3n_text", "glm4_moe", "gpt_oss", "mimo_v2_flash", "nemotron")
 
 
 def daily(names: Any, some: tuple[str, ...]) -> list[Any]:

@@ -22,8 +22,16 @@ GROUPED = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2
            "moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
           "v_head_dim": 8}  # fmt: skip
-LATENT_YARN = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
-                                   "mscale_all_dim": 0.7, "original_max_position_embeddings": 64}}
+LATENT_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 64,
+    }
+}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 
 
@@ -205,7 +213,8 @@ NO_PLAN = "no tensor-parallel plan"
 NOT_OVER_RANKS = {
     "aria_text": "packed_rowwise", "biogpt": NO_PLAN, "bitnet": NO_PLAN, "ctrl": NO_PLAN,
     "deepseek_v2": "mla_kv_a_proj", "gemma3n_text": "activation_sparsity", "glm4_moe_lite": "mla_kv_a_proj", "gpt2": NO_PLAN,
-    "gpt_bigcode": NO_PLAN, "modernbert-decoder": NO_PLAN, "opt": NO_PLAN, "longcat_flash": "mla_kv_a_proj", "minicpm3": "mla_kv_a_proj", "persimmon": NO_PLAN, "stablelm": NO_PLAN,
+    "gpt_bigcode": NO_PLAN, "longcat_flash": "mla_kv_a_proj", "minicpm3": "mla_kv_a_proj",
+    "modernbert-decoder": NO_PLAN, "opt": NO_PLAN, "persimmon": NO_PLAN, "stablelm": NO_PLAN,
 }  # fmt: skip
 # Families whose hidden states a draft head cannot read.
 NO_FEATURES = {

@@ -45,12 +45,12 @@ def attend(
 ) -> Tensor:
     """Return the attention of query [R, H, D] over contiguous keys and values [S, J, D]; [R, H, D], zero for padding rows.
 
-    Values may have another width. sinks: [H]. Sums in float32. Never waits for the device. Launches depend on shapes only, so a graph can capture them.
+    Sums in float32. Never waits for the device. Launches depend on shapes only, so a graph can capture them. Values may have
+    another width than keys.
     """
     meta = packed.metadata
     assert meta is not None, "the kernel reads metadata"
-    (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
-    value_width = values.shape[2]
+    (rows, num_heads, _), (_, num_kv, value_width), shape = query.shape, values.shape, meta.shape
     if shape.fixed_part:
         return attend_by_position(query, keys, values, packed, scaling, window, softcap, sinks)
     is_whole = shape.num_results == 1  # then the only part is the result
@@ -92,7 +92,7 @@ def attend_by_position(
     """Run `attend` for parts at fixed positions. Rows lie at the length of the prefix and their depth."""
     meta = packed.metadata
     assert meta is not None
-    (rows, num_heads, _), num_kv, width, shape = query.shape, keys.shape[1], values.shape[2], meta.shape
+    (rows, num_heads, _), (_, num_kv, width), shape = query.shape, values.shape, meta.shape
     partials = query.new_empty((shape.part_rows, num_heads, width), dtype=torch.float32)
     sums = query.new_empty((shape.part_rows, num_heads), dtype=torch.float32)
     out = query.new_empty((rows, num_heads, width))
@@ -133,7 +133,7 @@ def _constants(
         "NUM_KV": num_kv,
         "GROUP": group,
         "WIDTH": width,
-        "VALUE_WIDTH": value_width,
+        "V_WIDTH": value_width,
         "WINDOW": window or 0,
         "SOFTCAP": float(softcap or 0),
         "BLOCK_M": block_m,
@@ -186,9 +186,8 @@ def _would_spill(query: Tensor, keys: Tensor) -> bool:
 )
 def _attend_parts(
     query, keys, values, partials, sums, sinks, words, masks, tiles, slots, positions, key_positions, scaling, rows,
-    splits, even_splits,
-    PIECES: tl.constexpr, ROWS: tl.constexpr,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    splits, even_splits, PIECES: tl.constexpr, ROWS: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     LONG_PART: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -210,11 +209,10 @@ def _attend_parts(
     part = tl.cdiv(part, BLOCK_N) * BLOCK_N
     begin, end = lowest + split * part, tl.minimum(lowest + (split + 1) * part, last)
     cell = row.to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
-    kept, stored = live[:, None] & (d < WIDTH)[None, :], live[:, None] & (v < VALUE_WIDTH)[None, :]
+    kept, stored = live[:, None] & (d < WIDTH)[None, :], live[:, None] & (v < V_WIDTH)[None, :]
     if begin >= end:
         if IS_WHOLE:
-            zero = tl.zeros([BLOCK_M, BLOCK_V], partials.dtype.element_ty)
-            tl.store(partials + cell[:, None] * VALUE_WIDTH + v[None, :], zero, mask=stored)
+            tl.store(partials + cell[:, None] * V_WIDTH + v[None, :], 0.0, mask=stored)
         else:
             tl.store(sums + result.to(tl.int64) * rows * (NUM_KV * GROUP) + cell, float("-inf"), mask=live)
         return
@@ -223,15 +221,13 @@ def _attend_parts(
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for at in range(begin, tl.minimum(end, length), BLOCK_N):
         inside = at + n < tl.minimum(end, length)
-        place = tl.load(prefix + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head
+        place = (tl.load(prefix + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
         visible = inside[None, :] & (position[:, None] - (at + n)[None, :] < WINDOW if WINDOW else True)
-        top, total, acc = _fold(
-            q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, VALUE_WIDTH, SOFTCAP
-        )
+        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, V_WIDTH, SOFTCAP)
     start = tl.maximum(begin, length) - length
     for at in range(start // 32 * 32, end - length, BLOCK_N):
         inside = (at + n >= start) & (at + n < end - length)
-        place = tl.load(slots + own + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head
+        place = (tl.load(slots + own + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
         word = masks + m // GROUP * stride + at // 32
         bits = tl.load(word, mask=live, other=0)[:, None]
         if BLOCK_N > 32:  # 64, two words; with `inside` here and not below sm_80 spills no register
@@ -241,36 +237,37 @@ def _attend_parts(
         if WINDOW:
             there = tl.load(key_positions + own + at + n, mask=inside, other=0)
             visible = visible & (position[:, None] - there[None, :] < WINDOW)
-        top, total, acc = _fold(
-            q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, VALUE_WIDTH, SOFTCAP
-        )
+        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, V_WIDTH, SOFTCAP)
     out, some = result.to(tl.int64) * rows * (NUM_KV * GROUP) + cell, tl.where(total == 0, 1.0, total)  # no key seen
     if not IS_WHOLE:
         tl.store(sums + out, top + tl.log2(some), mask=live)
-    if HAS_SINKS:
-        some = _with_sink(some, top, tl.load(sinks + head * GROUP + m % GROUP))
+    some = _with_sink(some, top, sinks, head * GROUP + m % GROUP, HAS_SINKS)
     mean = (acc / some[:, None]).to(partials.dtype.element_ty)
-    tl.store(partials + out[:, None] * VALUE_WIDTH + v[None, :], mean, mask=stored)
+    tl.store(partials + out[:, None] * V_WIDTH + v[None, :], mean, mask=stored)
 
 
 @triton.jit
-def _with_sink(some, top, sink):
-    """Return the sum of a softmax over keys, relative to 2 ** top, with a sink; infinity where no key is seen."""
-    return some * (1 + tl.exp2(sink.to(tl.float32) * 1.4426950408889634 - top - tl.log2(some)))
+def _with_sink(some, top, sinks, head, HAS_SINKS: tl.constexpr):
+    """Return the sum of a softmax over keys, relative to 2 ** top, with the head's sink; infinity where no key is seen."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        some = some * (1 + tl.exp2(sink - top - tl.log2(some)))
+    return some
 
 
 @triton.jit
 def _fold(
     q, keys, values, place, inside, visible, top, total, acc, scaling,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SOFTCAP: tl.constexpr,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Add one block of keys, by their places among all heads of the KV cache, to a running softmax. NaN stays NaN, in its
-    own row.
-    """
-    d, e = tl.arange(0, q.shape[1]), tl.arange(0, acc.shape[1])
-    k = tl.load(keys + place[:, None] * WIDTH + d[None, :], mask=inside[:, None] & (d < WIDTH)[None, :], other=0.0)
-    at = place[:, None] * VALUE_WIDTH + e[None, :]
-    v = tl.load(values + at, mask=inside[:, None] & (e < VALUE_WIDTH)[None, :], other=0.0)
+    """Add one block of keys, at `place` in the KV cache, to a running softmax. NaN stays NaN, in its own row."""
+    d = tl.arange(0, q.shape[1])
+    at, kept = place[:, None] + d[None, :], inside[:, None] & (d < WIDTH)[None, :]
+    k = tl.load(keys + at, mask=kept, other=0.0)
+    if V_WIDTH != WIDTH:
+        e = tl.arange(0, acc.shape[1])
+        at, kept = (place // WIDTH * V_WIDTH)[:, None] + e[None, :], inside[:, None] & (e < V_WIDTH)[None, :]
+    v = tl.load(values + at, mask=kept, other=0.0)
     k, v = k.to(q.dtype), v.to(q.dtype)  # from 8 bits
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
     if SOFTCAP > 0:
@@ -299,8 +296,7 @@ def _combine(
     values = tl.load(partials + at[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
     total = tl.sum(weights, 0)
     some = tl.where(total == 0, 1.0, total)
-    if HAS_SINKS:
-        some = _with_sink(some, top, tl.load(sinks + tl.program_id(1)))
+    some = _with_sink(some, top, sinks, tl.program_id(1), HAS_SINKS)
     mean = tl.sum(values * weights[:, None], 0) / some
     tl.store(out + cell * WIDTH + d, mean.to(out.dtype.element_ty), mask=d < WIDTH)
 
@@ -309,7 +305,7 @@ def _combine(
 def _attend_fixed_parts(
     query, keys, values, partials, sums, words, masks, tiles, slots, positions, scaling,
     PIECES: tl.constexpr, ROWS: tl.constexpr,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Attend one part of a tile. Blocks within the prefix are the same for all rows. Behind it each row of a tree has its
@@ -330,7 +326,7 @@ def _attend_fixed_parts(
     live, row = m // GROUP < count, first + m // GROUP
     position = tl.load(positions + row, mask=live, other=2147483647)
     cell = row.to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
-    kept, stored = live[:, None] & (d < WIDTH)[None, :], live[:, None] & (v < VALUE_WIDTH)[None, :]
+    kept, stored = live[:, None] & (d < WIDTH)[None, :], live[:, None] & (v < V_WIDTH)[None, :]
     q = tl.load(query + cell[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
     top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
@@ -338,11 +334,9 @@ def _attend_fixed_parts(
         begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
     shared = tl.minimum(end, length // BLOCK_N * BLOCK_N)
     for at in range(begin, shared, BLOCK_N):
-        where = tl.load(prefix + at + n).to(tl.int64) * NUM_KV + head
+        where = (tl.load(prefix + at + n).to(tl.int64) * NUM_KV + head) * WIDTH
         visible = live[:, None] & (position[:, None] - (at + n)[None, :] < WINDOW if WINDOW else True)
-        top, total, acc = _fold(
-            q, keys, values, where, n >= 0, visible, top, total, acc, scaling, WIDTH, VALUE_WIDTH, SOFTCAP
-        )
+        top, total, acc = _fold(q, keys, values, where, n >= 0, visible, top, total, acc, scaling, WIDTH, V_WIDTH, SOFTCAP)
     for at in range(tl.maximum(begin, shared), end, BLOCK_N):
         for lane in range(lanes):
             depth = at + n - length
@@ -355,15 +349,15 @@ def _attend_fixed_parts(
             visible = mine[:, None] & inside[None, :] & ((at + n)[None, :] <= position[:, None])
             if WINDOW:
                 visible = visible & (position[:, None] - (at + n)[None, :] < WINDOW)
-            where = slot.to(tl.int64) * NUM_KV + head
+            where = (slot.to(tl.int64) * NUM_KV + head) * WIDTH
             top, total, sum_of_all = _fold(
-                q, keys, values, where, inside, visible, top, total, acc, scaling, WIDTH, VALUE_WIDTH, SOFTCAP
+                q, keys, values, where, inside, visible, top, total, acc, scaling, WIDTH, V_WIDTH, SOFTCAP
             )
             acc = tl.where(mine[:, None], sum_of_all, acc)
     out = (place + m // GROUP).to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
     some = tl.where(total == 0, 1.0, total)
     tl.store(sums + out, tl.where(total == 0, float("-inf"), top + tl.log2(some)), mask=live)
-    tl.store(partials + out[:, None] * VALUE_WIDTH + v[None, :], acc / some[:, None], mask=stored)
+    tl.store(partials + out[:, None] * V_WIDTH + v[None, :], acc / some[:, None], mask=stored)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
@@ -392,8 +386,7 @@ def _combine_in_order(
         acc = acc * shrink[:, None] + mean * weight[:, None]
         top, total = higher, total * shrink + weight
     some = tl.where(total == 0, 1.0, total)
-    if HAS_SINKS:
-        some = _with_sink(some, top, tl.load(sinks + tl.program_id(1)))
+    some = _with_sink(some, top, sinks, tl.program_id(1), HAS_SINKS)
     mean = acc / some[:, None]
     where = ((first + r).to(tl.int64) * NUM_HEADS + head)[:, None] * WIDTH + d[None, :]
     tl.store(out + where, mean.to(out.dtype.element_ty), mask=kept)

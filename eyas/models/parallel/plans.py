@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-# By model type, below the decoder. Experts of gpt-oss hold their weights transposed, gate_up [E, C, 2 I] and down [E, I, C].
+# By class, below the decoder. Experts of gpt-oss hold their weights transposed, gate_up [E, C, 2 I] and down [E, I, C].
 # Gates and ups take turns in gate_up: a contiguous part of it holds whole pairs, where halves would part them.
 OWN_PLANS: dict[str, dict[str, str]] = {
-    "gpt_oss": {
+    "GptOssForCausalLM": {
         "layers.*.self_attn.q_proj": "colwise",
         "layers.*.self_attn.k_proj": "colwise",
         "layers.*.self_attn.v_proj": "colwise",
@@ -28,5 +28,5 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 def plan_of(model: Any) -> dict[str, str]:
     """Return the tensor-parallel plan of a causal LM; empty if there is none."""
     plan = dict(getattr(model, "tp_plan", None) or {})
-    own = OWN_PLANS.get(model.config.get_text_config().model_type, {})
+    own = OWN_PLANS.get(type(model).__name__, {})
     return {f"{model.base_model_prefix}.{path}": style for path, style in own.items()} | plan

@@ -259,7 +259,7 @@ def _cut_parameter(whole: Tensor | StoredTensor, style: str | None, shard: Shard
     """Return this rank's part of a parameter; None where it is the whole one, which is there already."""
     if style in COLUMNS | PACKED:
         return shard.cut(whole, max(whole.ndim - 2, 0), parts=2 if style in PACKED else 1)
-    if style in LAST or style in ROWS and whole.ndim > 1:
+    if style in LAST or (style in ROWS and whole.ndim > 1):
         return shard.cut(whole, -1)
     if style in FIRST | ROWS and shard.rank > 0:  # a bias is added once
         return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)

@@ -28,10 +28,9 @@ from tests.support.devices.random_passes import (
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8), Heads(2, 2, 24, 16), Heads(14, 2, 16, 20)])
+HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8, 8, 0.0), Heads(2, 2, 24, 16), Heads(14, 2, 16, 20, 3.0)])
 WINDOWS = st.sampled_from([None, 1, 5, 30])
 SOFTCAPS = st.sampled_from([None, 2.0])
-SINKS = st.sampled_from([None, 0.0, 3.0])
 
 Packing = Callable[[list[Segment], Heads, int], PackedInputs]
 
@@ -76,9 +75,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     tolerance: float = 2e-6,
     kv_dtype: torch.dtype | None = None,
-    sink: float | None = None,
 ) -> None:
-    """sink: of the first head; the others have smaller ones."""
     size = sum(len(s.tokens) + len(s.prefix) + len(s.others) for s in segments)
     rows = sum(len(s.tokens) for s in segments)
     kv_cache = make_kv_cache(size, heads, seed=size, dtype=kv_dtype or dtype)
@@ -89,7 +86,7 @@ def check(
         query.to(DEVICE, dtype),
         *(x.to(DEVICE, kv_dtype or dtype) for x in (kv_cache.keys, kv_cache.values)),
     )
-    sinks = None if sink is None else sink - torch.arange(heads.query, device=DEVICE) / 2
+    sinks = None if heads.sinks is None else heads.sinks.to(DEVICE)
     expected = naive(query[:rows].cpu().double(), kv_cache, segments, scaling_of(heads), window, softcap, sinks)
     got = attention.attend(query, keys, values, packed, scaling_of(heads), window, softcap, sinks).cpu().double()
     torch.testing.assert_close(got[:rows], expected, atol=tolerance, rtol=tolerance)
@@ -98,30 +95,30 @@ def check(
 
 @pytest.mark.parametrize("packing", [plainly, tightly, padded])
 @settings(max_examples=6)
-@given(segments=passes(), heads=HEADS, window=WINDOWS, softcap=SOFTCAPS, sink=SINKS)
+@given(segments=passes(), heads=HEADS, window=WINDOWS, softcap=SOFTCAPS)
 def test_attention_equals_its_definition(
-    packing: Packing, segments: list[Segment], heads: Heads, window: int | None, softcap: float | None, sink: float | None
+    packing: Packing, segments: list[Segment], heads: Heads, window: int | None, softcap: float | None
 ) -> None:
-    check(packing, segments, heads, window, softcap, sink=sink)
+    check(packing, segments, heads, window, softcap)
 
 
 @pytest.mark.parametrize("packing", [plainly, by_position])
-@pytest.mark.parametrize("heads", [Heads(4, 2, 16), Heads(4, 1, 24, 16)])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16, 16, 2.0), Heads(4, 1, 24, 16, 2.0)])
 def test_sinks_and_narrow_values_equal_the_definition(packing: Packing, heads: Heads) -> None:
-    check(packing, make_pass([(True, 9, 60), (False, 30, 50), (True, 1, 0)]), heads, 33, sink=2.0)
+    check(packing, make_pass([(True, 9, 60), (False, 30, 50), (True, 1, 0)]), heads, 33)
 
 
 @pytest.mark.parametrize("processors", [1, 6])
-@pytest.mark.parametrize("heads", [Heads(4, 2, 16), Heads(4, 1, 24, 16)])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16, 16, 2.0), Heads(4, 1, 24, 16, 2.0)])
 def test_a_sink_counts_once_however_keys_are_cut(processors: int, heads: Heads) -> None:
-    """Over whole keys and over parts, of which most rows have several."""
+    """Most rows have several parts, or one."""
 
     def cut(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
         shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, processors, longest=100))
         assert (shape.splits == 1) == (processors == 1)
         return pack_with_metadata(segments, shape, scratch, DEVICE)
 
-    check(cut, make_pass([(True, 7, 90), (False, 3, 0)]), heads, sink=2.0)
+    check(cut, make_pass([(True, 7, 90), (False, 3, 0)]), heads)
 
 
 SIZES = [(True, 40, 150), (False, 1, 70), (False, 70, 5), (True, 1, 0)]

@@ -45,10 +45,8 @@ def pass_of(target: TargetModel, rows: int, fixed_part: int = 0) -> Launches:
     shapes, longest = target.kv_shapes, 8192 if fixed_part else 1 << 30
     tiling = Tiling(target.heads_per_kv, shapes[0].num_heads, 132, longest=longest, fixed_part=fixed_part)
     shape = bucket_shape(rows, 32, tiling)
-    kv: Any = SimpleNamespace(
-        scales=[UNSCALED] * len(shapes),
-        **{name: [torch.empty(1000, *s[:2], dtype=torch.bfloat16, device=META) for s in shapes] for name in ("keys", "values")},
-    )
+    keys, values = ([torch.empty(1000, *s[:2], dtype=torch.bfloat16, device=META) for s in shapes] for _ in "kv")
+    kv: Any = SimpleNamespace(scales=[UNSCALED] * len(shapes), keys=keys, values=values)
     words = torch.empty(max_words(shape) + 100, dtype=torch.int32, device=META)
     with Launches() as found:
         KernelBackend(target, tiling, 0).forward(view(words, shape, shape.logits), kv)

@@ -73,10 +73,8 @@ def peak_of(rows: int, num_logits: int, tiling: Tiling = H100, part_rows: int = 
 
 def peak_of_pass(target: TargetModel, tiling: Tiling, shape: MetadataShape, num_drawn: int = 0) -> int:
     shapes = target.kv_shapes
-    kv: Any = SimpleNamespace(
-        scales=[UNSCALED] * len(shapes),
-        **{name: [torch.empty(1000, *s[:2], dtype=torch.bfloat16, device=META) for s in shapes] for name in ("keys", "values")},
-    )
+    keys, values = ([torch.empty(1000, *s[:2], dtype=torch.bfloat16, device=META) for s in shapes] for _ in "kv")
+    kv: Any = SimpleNamespace(scales=[UNSCALED] * len(shapes), keys=keys, values=values)
     words = torch.empty(max_words(shape), dtype=torch.int32, device=META)
     with recorded(lambda launch: None), torch.inference_mode(), PeakMemory() as found:
         out = KernelBackend(target, tiling, 0).forward(view(words, shape, shape.logits), kv)

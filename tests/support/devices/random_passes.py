@@ -14,12 +14,18 @@ from eyas.protocol.tree import DraftTree
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, key-value heads, their width, and that of values if it is another."""
+    """Query heads, key-value heads, their width, that of values if it is another, and the sink of the first query head."""
 
     query: int
     kv: int
     width: int
     value_width: int = 0
+    sink: float | None = None
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Of each query head, one smaller than that before it."""
+        return None if self.sink is None else self.sink - torch.arange(self.query) / 2
 
 
 @dataclass(frozen=True)
