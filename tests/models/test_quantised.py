@@ -182,7 +182,8 @@ def write_mxfp4(folder: Path) -> tuple[str, str]:
     """A gpt-oss in floats, and the same with experts of random blocks: 32 numbers of 4 bits and a power of two."""
     config = config_of("gpt_oss", **SERVED["gpt_oss"] | {"intermediate_size": 32})
     plain = Path(write_model(folder / "plain", config))
-    tensors, generator = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(0)
+    tensors = load_file(plain / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
     quantised = dict(tensors)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
         experts, inputs, outputs = tensors[name].shape  # the blocks lie along the inputs of each output

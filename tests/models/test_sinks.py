@@ -86,7 +86,8 @@ def test_a_tree_has_the_bits_of_plain_decoding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_head_behind_a_target_with_sinks_is_lossless(kind: str, temperature: float, tmp_path: Path) -> None:
-    folder, head = write(kind, tmp_path / "target"), str(write_head(tmp_path / "head"))
+    folder = write(kind, tmp_path / "target")
+    head = str(write_head(tmp_path / "head"))
     fuser = load_fuser(head, folder)
     target = load_target(folder, aux_hidden_state_layers=fuser.aux_hidden_state_layers)
     requests = [
