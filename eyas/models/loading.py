@@ -107,11 +107,11 @@ def load_target(
     ends = end_tokens(checkpoint.folder, config)
     computed, to_bytes = getattr(torch, passes or dtype), dtype == INT8
     files = WeightFiles(checkpoint, computed if to_bytes else getattr(torch, dtype), device, names.own if names else None)
-    model = _load_parts(config, files, computed, to_bytes, shard, [heads for heads, _ in shapes])
+    model = _load_parts(config, files, computed, to_bytes, shard, [shape.num_heads for shape in shapes])
     if model is None:
         model = _load_weights(config, checkpoint, computed, names)
         if shard is not None:
-            shard_model(model, shard, [heads for heads, _ in shapes])
+            shard_model(model, shard, [shape.num_heads for shape in shapes])
     model.name_or_path = checkpoint.path
     model.generation_config.eos_token_id = ends
     _help_layers(model, architecture)
@@ -371,12 +371,16 @@ def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
     no_defaults: Any = GenerationConfig
+    kind = quantisation(config)  # transformers takes it away where it dequantises
     with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), _quiet():
         model, report = auto_class(config).from_pretrained(
             checkpoint.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
             key_mapping=names.key_mapping if names else None,
         )  # fmt: skip
+    if kind and not quantisation(model.config):
+        log.warning("%s: nothing here multiplies by weights quantised by %s; they are held as %s, which takes more memory",
+                    checkpoint.path, kind, str(dtype).removeprefix("torch."))  # fmt: skip
     if mismatched := sorted(report["mismatched_keys"]):
         name, shape, wanted = mismatched[0]
         raise CheckpointError(f"{checkpoint.path!r}: {name} has shape {list(shape)}, but its config implies {list(wanted)}")
