@@ -60,6 +60,7 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # a stream notices that its client is busy, and joins its next events
         self._update_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:

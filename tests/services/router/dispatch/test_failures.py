@@ -15,7 +15,7 @@ from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.local.cluster import free_port
-from eyas.services.router.dispatch.dispatcher import read_chunk
+from eyas.services.router.dispatch.dispatcher import TimeLimit, read_chunk
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.support.services.redis_server import running_redis
@@ -63,7 +63,8 @@ async def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
     upstream = Upstream()
 
     async def consume() -> None:
-        await read_chunk(upstream, asyncio.get_running_loop().time() + 60, 30)  # type: ignore[arg-type]
+        with TimeLimit(asyncio.get_running_loop().time() + 60, bool) as limit:
+            await read_chunk(upstream, limit, 30)  # type: ignore[arg-type]
         await asyncio.Event().wait()
 
     task = asyncio.create_task(consume())
