@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import typer
@@ -39,9 +39,9 @@ from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub
 
 Api = Literal["chat", "completions", "gRPC"]
+APIS: tuple[Api, ...] = get_args(Api)
 START_TIMEOUT_S = 60.0
 PROMPT = "def add(left, right):\n"
-WITH_USAGE = {"temperature": 0.0, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def cpu_seconds(pid: int) -> float:
 
 def main(
     checkout: Annotated[list[Path], typer.Option(help="Folder of a checkout; may be repeated.")] = [Path()],  # noqa: B006
-    api: Annotated[list[str], typer.Option(help="chat, completions or gRPC; may be repeated.")] = ["chat", "completions", "gRPC"],  # noqa: B006
+    api: Annotated[list[str] | None, typer.Option(help="chat, completions or gRPC; may be repeated; default all.")] = None,
     clients: Annotated[list[int], typer.Option(help="Clients at once; may be repeated.")] = [1, 4, 8, 32],  # noqa: B006
     num_tokens: Annotated[int, typer.Option(help="Tokens that a client reads in a run.")] = 100,
     chunk_tokens: Annotated[int, typer.Option(help="Tokens of a chunk.")] = 1,
@@ -144,7 +144,7 @@ def main(
 ) -> None:
     """Measure routers while clients read streams."""
     names = tuple(str(folder.resolve()) for folder in checkout)
-    settings = Settings(names, tuple(api), tuple(clients), num_tokens, chunk_tokens, step_ms, repeats)  # type: ignore[arg-type]
+    settings = Settings(names, tuple(api or APIS), tuple(clients), num_tokens, chunk_tokens, step_ms, repeats)  # type: ignore[arg-type]
     with progress() as shown:
         found = asyncio.run(measure(settings, shown))
     program = "python -m benchmarks.scripts.streaming_work"
@@ -186,7 +186,7 @@ async def measure_run(router: Router, verifier: int, api: Api, num_clients: int,
             stub = GenerationStub(channel)
             counts = await asyncio.gather(*(read_messages(stub, num_tokens) for _ in range(num_clients)))
     else:
-        counts = await asyncio.gather(*(read_events(router, api, num_tokens) for _ in range(num_clients)))
+        counts = await asyncio.gather(*(count_events(router, api, num_tokens) for _ in range(num_clients)))
     seconds = time.perf_counter() - started
     own, others = (
         1e6 * (cpu_seconds(pid) - before) / num_all for pid, before in ((router.pid, cpu_s), (verifier, verifier_s))
@@ -198,29 +198,37 @@ async def read_messages(stub: GenerationStub, num_tokens: int) -> int:
     """Read the stream of a call, and return the number of its messages."""
     sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
     call = stub.Generate(generate_call_to_proto(GenerateCall(Request("", (), sampling), prompt_text=PROMPT)))
-    lengths = [len(message.token_ids) async for message in call]
+    lengths = [len(message.token_ids) async for message in call]  # type: ignore[attr-defined]
     check(sum(lengths) == num_tokens, f"a stream of {sum(lengths)} tokens, not {num_tokens}")
     return len(lengths)
 
 
-async def read_events(router: Router, api: Api, num_tokens: int) -> int:
-    """Read a stream of server-sent events, and return the number of those with tokens."""
+async def count_events(router: Router, api: Api, num_tokens: int) -> int:
+    """Read a stream of an HTTP route, and return the number of its events with tokens."""
     prompt = {"messages": [{"role": "user", "content": PROMPT}]} if api == "chat" else {"prompt": PROMPT}
-    body = json.dumps({**prompt, "model": "demo", "max_tokens": num_tokens, "stream": True, **WITH_USAGE}).encode()
     path = "/v1/chat/completions" if api == "chat" else "/v1/completions"
-    host, port = router.http.split(":")
+    events = await read_events(router.http, path, {**prompt, "model": "demo", "max_tokens": num_tokens, "temperature": 0.0})
+    check(events[-1]["usage"]["completion_tokens"] == num_tokens, f"another number of tokens: {events[-1]}")
+    return len(events) - 1
+
+
+async def read_events(address: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Ask for a stream, and return its events once it has ended; the last has the usage. Raises RequestFailed.
+
+    A client of few lines, because it shares the machine with what it measures.
+    """
+    data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
+    host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(
-        f"POST {path} HTTP/1.1\r\nHost: {router.http}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
-        + body
+        f"POST {path} HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode()
+        + data
     )
     answer = await reader.read()
     writer.close()
-    events = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
-    check(b"data: [DONE]" in answer and len(events) > 1, f"a stream without an end: {answer[-500:]!r}")
-    check(events[-1]["usage"]["completion_tokens"] == num_tokens, f"another number of tokens: {events[-1]}")
-    return len(events) - 1
+    check(b"data: [DONE]" in answer, f"a stream without an end: {answer[-500:]!r}")
+    return [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
 
 
 def check(holds: bool, otherwise: str) -> None:

@@ -78,6 +78,19 @@ async def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
     assert task.cancelled()
 
 
+async def test_a_call_ends_when_a_read_takes_too_long() -> None:
+    """The time between two reads, while a client is slow, does not count."""
+    has_ended = asyncio.Event()
+    with TimeLimit(asyncio.get_running_loop().time() + 60, has_ended.set) as limit:
+        with limit.reading(0.02):
+            pass
+        await asyncio.sleep(0.1)
+        assert not has_ended.is_set()
+        with limit.reading(0.02):
+            await has_ended.wait()
+    assert limit.has_ended
+
+
 async def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureFixture) -> None:
     dead = f"127.0.0.1:{free_port()}"
     announced = AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 10_000))
