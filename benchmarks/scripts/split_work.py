@@ -107,7 +107,8 @@ def measure(settings: Settings, shown: Progress) -> list[SplitWork]:
     prompts = [prompt.token_ids for prompt in read_prompts(PROMPTS)]
     services = plan(settings.model, settings.draft_model, settings.method, [NAME])
     shown.show("starting the services and the process")
-    found, texts = list[SplitWork](), tuple[str, ...]()
+    found = list[SplitWork]()
+    texts = tuple[str, ...]()
     with running_cluster(services, free_port()) as cluster, running_llm(settings) as llm:
         for child in cluster.services:
             cluster.wait(child)
@@ -143,9 +144,11 @@ def run_split(cluster: Cluster, settings: Settings, prompts: Sequence[Sequence[i
         return await asyncio.gather(*(read_events(address, "/v1/completions", body) for body in bodies))
 
     pids = {child.name: child.process.pid for child in cluster.children}
-    before, started = {name: cpu_seconds(pid) for name, pid in pids.items()}, time.perf_counter()
+    before = {name: cpu_seconds(pid) for name, pid in pids.items()}
+    started = time.perf_counter()
     streams = asyncio.run(read_all())
-    seconds, num_tokens = time.perf_counter() - started, settings.num_tokens * len(prompts)
+    seconds = time.perf_counter() - started
+    num_tokens = settings.num_tokens * len(prompts)
     cpu_us = {name: 1e6 * (cpu_seconds(pid) - before[name]) / num_tokens for name, pid in pids.items()}
     texts = tuple("".join(choice["text"] for event in stream for choice in event["choices"]) for stream in streams)
     return Run(texts, num_tokens / seconds, cpu_us)
@@ -161,10 +164,12 @@ class LlmProcess:
 
     def run(self, prompts: Sequence[Sequence[int]], mode: Mode) -> Run:
         """Decode prompts as one batch."""
-        before, started = cpu_seconds(self.pid), time.perf_counter()
+        before = cpu_seconds(self.pid)
+        started = time.perf_counter()
         self.pipe.send((prompts, self.num_tokens, mode == "speculative"))
         texts = self.pipe.recv()
-        seconds, num_tokens = time.perf_counter() - started, self.num_tokens * len(prompts)
+        seconds = time.perf_counter() - started
+        num_tokens = self.num_tokens * len(prompts)
         return Run(texts, num_tokens / seconds, {"one process": 1e6 * (cpu_seconds(self.pid) - before) / num_tokens})
 
 

@@ -180,7 +180,9 @@ def summary(checkout: str, api: Api, num_clients: int, runs: Sequence[Run]) -> S
 async def measure_run(router: Router, verifier: int, api: Api, num_clients: int, num_tokens: int) -> Run:
     """Let clients read a stream each, all at once. verifier: its process."""
     num_all = num_clients * num_tokens
-    started, cpu_s, verifier_s = time.perf_counter(), cpu_seconds(router.pid), cpu_seconds(verifier)
+    pids = router.pid, verifier
+    before = [cpu_seconds(pid) for pid in pids]
+    started = time.perf_counter()
     if api == "gRPC":
         async with open_channel(router.process.address) as channel:
             stub = GenerationStub(channel)
@@ -188,9 +190,7 @@ async def measure_run(router: Router, verifier: int, api: Api, num_clients: int,
     else:
         counts = await asyncio.gather(*(count_events(router, api, num_tokens) for _ in range(num_clients)))
     seconds = time.perf_counter() - started
-    own, others = (
-        1e6 * (cpu_seconds(pid) - before) / num_all for pid, before in ((router.pid, cpu_s), (verifier, verifier_s))
-    )
+    own, others = (1e6 * (cpu_seconds(pid) - was) / num_all for pid, was in zip(pids, before, strict=True))
     return Run(own, sum(counts) / num_all, others, num_all / seconds)
 
 
