@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import Bools, Ints, moved, upload
@@ -78,7 +78,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
                 f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: an EAGLE drafter needs num_steps of at least "
                 f"1 and top_k of at most its draft vocabulary, {c.draft_vocab_size}"
             )
-        shapes, dtype, device = [(c.num_kv_heads, c.head_dim)] * c.num_layers, head.embedding.dtype, head.embedding.device
+        shapes = [KVShape(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers
+        dtype, device = head.embedding.dtype, head.embedding.device
         self._head = head
         plan = partial(plan_tree_slots, c, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
         slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
