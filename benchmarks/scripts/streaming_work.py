@@ -98,7 +98,7 @@ class PacedVerifier(GenerationServicer):
             await asyncio.sleep(max(due * self.step_s - time.monotonic(), 0.0))
             ids = tuple(tokens[start : start + self.chunk_tokens])
             is_last = start + len(ids) == num_output
-            marks = (True,) * (len(ids) - 1) + (False,)
+            marks = (*(True for _ in ids[1:]), False)
             step = VerifyStep(8, 3, len(ids) - 1) if len(ids) > 1 else None
             chunk = Chunk("", ids, marks, step, "length" if is_last else None)
             totals = Totals(num_prompt, num_output) if is_last else None
