@@ -90,7 +90,8 @@ class PacedVerifier(GenerationServicer):
     step_s: float
 
     async def Generate(self, message: generation_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        num_prompt, num_output = len(message.tokens.ids), message.sampling.max_tokens
+        num_prompt = len(message.tokens.ids)
+        num_output = message.sampling.max_tokens
         tokens = np.random.default_rng(num_prompt).integers(300, MODEL.vocab_size - 96, num_output).tolist()
         due = self.step_s and time.monotonic() // self.step_s
         for start in range(0, num_output, self.chunk_tokens):
