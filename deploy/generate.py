@@ -96,11 +96,11 @@ def methods_table() -> str:
             "method": f"`{name}`",
             "needs": facts.head or facts.optional_head or "nothing",
             "features": words["features" in facts.needs],
-            "`rejection`": words[bool(facts.head)],
+            "`rejection`": words[facts.has_head],
             "shared noise": words[facts.has_probs],
-            "CUDA graphs": "yes" if facts.head else "not needed",
+            "CUDA graphs": "yes" if facts.has_head else "not needed",
             "drafting ahead": words[facts.drafts_ahead],
-            "in A+B": "without a second head" if facts.head else "yes",
+            "in A+B": "without a second head" if facts.has_head else "yes",
         }
         for name, facts in METHOD_FACTS.items()
     ]

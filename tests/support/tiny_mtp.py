@@ -1,0 +1,96 @@
+"""Tiny random targets that bring a module for multi-token prediction along, in the layouts of public checkpoints."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.families import config_of
+from tests.support.family_configs import MORE_FAMILIES
+from tests.support.reference import whole_class
+
+LAYERS, HIDDEN = 3, 32
+# Parts of a module, in the order of `MtpFamily.names`.
+PARTS = ("projection", "embedding norm", "hidden norm", "final norm")
+DEEPSEEK = tuple(f"model.layers.{LAYERS}.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
+HY = (*DEEPSEEK[:3], f"model.layers.{LAYERS}.final_layernorm.weight")
+BESIDE = tuple(f"mtp.{name}.weight" for name in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
+ERNIE = (*(f"model.mtp_{name}.0.weight" for name in ("linear_proj", "emb_norm", "hidden_norm")), "model.norm.weight")
+
+
+@dataclass(frozen=True)
+class MtpFamily:
+    """A family of targets, and how it writes its module.
+
+    layer: prefix of the module's layer; names: of its other PARTS. whole: settings of a model with one layer more than the
+    target, which is the module's. own: settings of the target that are not those of `whole`.
+    """
+
+    kind: str
+    layer: str
+    names: tuple[str, ...]
+    whole: dict[str, Any]
+    own: dict[str, Any] = field(default_factory=dict)
+
+
+def _with_layer(kind: str, **lists: str) -> dict[str, Any]:
+    """Settings of MORE_FAMILIES with one more entry in each of these lists."""
+    settings = MORE_FAMILIES[kind]
+    return {**settings, **{key: [*settings[key], value] for key, value in lists.items()}}
+
+
+FAMILIES: dict[str, MtpFamily] = {
+    "glm4_moe": MtpFamily("glm4_moe", f"model.layers.{LAYERS}", DEEPSEEK, MORE_FAMILIES["glm4_moe"]),
+    "hy_v3": MtpFamily("hy_v3", f"model.layers.{LAYERS}", HY, _with_layer("hy_v3", mlp_layer_types="sparse")),
+    "mellum": MtpFamily(
+        "mellum", "mtp.layers.0", BESIDE,
+        _with_layer("mellum", mlp_layer_types="sparse", layer_types="sliding_attention"), {"num_mtp_layers": 1},
+    ),
+    "exaone_moe": MtpFamily(
+        "exaone_moe", "mtp.layers.0", BESIDE,
+        _with_layer("exaone_moe", mlp_layer_types="dense", layer_types="sliding_attention"),
+    ),
+    "ernie4_5_moe": MtpFamily(
+        "ernie4_5_moe", "model.mtp_block.0", ERNIE, {**MORE_FAMILIES["ernie4_5_moe"], "use_bias": False},
+    ),
+    "llama": MtpFamily("llama", "mtp.layers.0", BESIDE, {}),
+}  # fmt: skip
+
+
+def configs(family: MtpFamily) -> tuple[Any, Any]:
+    """The configs of the target, and of a model with the module's layer behind the target's."""
+    own = {key: value[:LAYERS] if isinstance(value, list) else value for key, value in family.whole.items()}
+    whole = config_of(family.kind, **{**family.whole, "num_hidden_layers": LAYERS + 1})
+    return config_of(family.kind, **{**own, **family.own, "num_hidden_layers": LAYERS}), whole
+
+
+def write_mtp(folder: Path, family: str, agrees: bool = False, modules: bool = True) -> str:
+    """A target with its module; both random, but for norms.
+
+    agrees: the target's layers add nothing to the embedding, so that the next token depends on the last one alone, and the
+    module reads the embedding alone.
+    """
+    of = FAMILIES[family]
+    config, whole_config = configs(of)
+    torch.manual_seed(0)
+    whole = whole_class(whole_config).from_config(whole_config, dtype=torch.float32)
+    whole.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    layer = f"model.layers.{LAYERS}."
+    tensors = {name.replace(layer, f"{of.layer}."): tensor for name, tensor in stored.items()}
+    generator = torch.Generator().manual_seed(1)
+    tensors[of.names[0]] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
+    for name in of.names[1:]:
+        tensors[name] = 0.5 + torch.rand(HIDDEN, generator=generator)
+    if agrees:
+        tensors |= {name: torch.zeros_like(t) for name, t in tensors.items() if "o_proj" in name or "down_proj" in name}
+        tensors[of.names[0]] = torch.eye(HIDDEN, 2 * HIDDEN)
+        tensors |= {name: torch.ones(HIDDEN) for name in (*of.names[1:], "model.norm.weight")}
+    if not modules:
+        tensors = {name: t for name, t in tensors.items() if name in stored and not name.startswith(layer)}
+    save_file(tensors, folder / "model.safetensors")
+    config.architectures = [type(whole).__name__]
+    config.save_pretrained(folder)
+    return str(folder)
