@@ -94,3 +94,24 @@ def write_mtp(folder: Path, family: str, agrees: bool = False, modules: bool = T
     config.architectures = [type(whole).__name__]
     config.save_pretrained(folder)
     return str(folder)
+
+
+def tiny_mtp_module(target: str) -> str:
+    """A random module alone, for a `write_target` of default sizes, in DeepSeek's layout; written once."""
+    folder = Path(f"{target}-mtp")
+    if not folder.exists():
+        folder.mkdir()
+        layer = "model.layers.4."
+        stored = load_file(Path(target, "model.safetensors"))
+        generator = torch.Generator().manual_seed(3)
+        tensors = {
+            name.replace("model.layers.3.", layer): tensor + 0.1 * torch.randn(tensor.shape, generator=generator)
+            for name, tensor in stored.items()
+            if name.startswith("model.layers.3.")
+        }
+        tensors[f"{layer}eh_proj.weight"] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"{layer}{name}.weight"] = 0.5 + torch.rand(HIDDEN, generator=generator)
+        save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text(Path(target, "config.json").read_text())
+    return str(folder)
