@@ -66,11 +66,11 @@ def configs(family: MtpFamily) -> tuple[Any, Any]:
     return config_of(family.kind, **{**own, **family.own, "num_hidden_layers": LAYERS}), whole
 
 
-def write_mtp(folder: Path, family: str, agrees: bool = False, modules: bool = True) -> str:
+def write_mtp(folder: Path, family: str, agrees: bool = False, swaps: bool = False, modules: bool = True) -> str:
     """A target with its module; both random, but for norms.
 
     agrees: the target's layers add nothing to the embedding, so that the next token depends on the last one alone, and the
-    module reads the embedding alone.
+    module reads the embedding alone. swaps: it reads what stands in the place of the embedding in another order.
     """
     of = FAMILIES[family]
     config, whole_config = configs(of)
@@ -88,6 +88,8 @@ def write_mtp(folder: Path, family: str, agrees: bool = False, modules: bool = T
         tensors |= {name: torch.zeros_like(t) for name, t in tensors.items() if "o_proj" in name or "down_proj" in name}
         tensors[of.names[0]] = torch.eye(HIDDEN, 2 * HIDDEN)
         tensors |= {name: torch.ones(HIDDEN) for name in (*of.names[1:], "model.norm.weight")}
+    if swaps:
+        tensors[of.names[0]] = tensors[of.names[0]].roll(HIDDEN, 1)
     if not modules:
         tensors = {name: t for name, t in tensors.items() if name in stored and not name.startswith(layer)}
     save_file(tensors, folder / "model.safetensors")
