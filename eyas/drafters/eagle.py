@@ -1,4 +1,4 @@
-"""EAGLE-1, EAGLE-2 and EAGLE-3 (Li et al. 2024, 2025), native MTP: committed tokens and features in, draft trees out.
+"""EAGLE-1, EAGLE-2 and EAGLE-3 (Li et al. 2024, 2025): committed tokens and features in, draft trees out.
 
 Pair i of a session joins feature i with token i + 1, at draft position i. Draft KV is cached for pairs with true features
 only: what a tree adds is dropped with it, and accepted positions are run again once their true features are known.
@@ -27,12 +27,10 @@ from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import (
     BufferAttention,
     FoundRows,
-    GroupLevels,
     GrownRows,
     Roots,
     SlotLevels,
     SlotRows,
-    TreeSlots,
 )
 from eyas.drafters.trees.scoring import make_scorer, noise_words, scorer_kind
 from eyas.emulation.costs import PassKind
@@ -54,7 +52,7 @@ MAX_SHARING_SESSIONS = 16
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
-    """EAGLE-1 with a static tree, EAGLE-2, EAGLE-3 and native MTP with dynamic ones.
+    """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones; also base of drafters with modules for MTP.
 
     A session's state [H] is that of its last pair. first_grown_slot: of those for nodes of trees that grow ahead.
 
@@ -86,7 +84,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         self._head = head
         sizes = HeadSizes(head.num_heads, *shapes[0])
         plan = partial(plan_tree_slots, sizes, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
-        slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
+        widths, visible = self._widths(tree, static_tree), self._visible(tree)
+        slots = plan(widths, capture=capture, visible=visible) if head.num_modules == 1 else None
         compiled = None if slots or static_tree or config.emulated_device else head.compiled
         rows_of_tree = tree.top_k * (tree.num_steps - 1)
         shares_slots = bool(compiled) or (head.rows_in_slots and not slots)
@@ -263,8 +262,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return self.sessions.claim(session, count, 0, busy) and count > 0
 
     def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
-        if isinstance(self._head, MtpHead):
-            return MtpExpansion(self._head, self._kv, roots)
+        assert isinstance(self._head, EagleHead), "other heads expand rows themselves"
         return EagleExpansion(self._head, self._kv, roots, shape)
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
@@ -285,20 +283,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     def _run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs) -> Tensor:
         """Return an ExtendPass."""
         return self._head.run_pairs(features, pairs, last, self._kv)
-
-    @property
-    def _shares_slots(self) -> bool:
-        """Return whether the rows of trees lie in slots that sessions take in turn."""
-        return self._head.rows_in_slots and self._tree_slots is not None
-
-    @property
-    def _max_grown(self) -> int | None:
-        return MAX_SHARING_SESSIONS if self._shares_slots else super()._max_grown
-
-    def _scratch(self, contexts: Sequence[DraftContext], slots: TreeSlots | None) -> Sequence[Slots]:
-        if self._tree_slots is not None and self._shares_slots:
-            return list(self._tree_slots[: len(contexts)])
-        return super()._scratch(contexts, slots)
 
 
 def _ends(context: DraftContext, depths: Ints) -> Iterator[DraftContext]:
@@ -347,26 +331,3 @@ class EagleExpansion:
         )
         states = self._head.run(features.flatten(0, 1), tokens.flatten(), positions, attend)
         return states.view(*tokens.shape, -1)
-
-
-class MtpExpansion:
-    """Expansion by a module for multi-token prediction, which runs on its own states again and again.
-
-    A row attends to the prefix, to its ancestors and to itself; its keys and values lie in a slot.
-    """
-
-    def __init__(self, head: MtpHead, kv: KVCache, roots: Roots) -> None:
-        self._head, self._kv, self._states = head, kv, roots.states[:, None]
-        cached = roots.cached
-        self._rows: SlotLevels | GroupLevels = (
-            SlotLevels(cached) if isinstance(cached, SlotRows) else GroupLevels(cached, head.max_model_len)
-        )
-
-    def first(self) -> Tensor:
-        return self._head.raw_logits(self._states)
-
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        self._rows = self._rows.level(level, parents, tokens)
-        features = take_rows(self._states, parents).flatten(0, 1)
-        self._states = self._head.run_slots(features, self._rows.packed, self._kv).view(*tokens.shape, -1)
-        return self._head.raw_logits(self._states)

@@ -16,6 +16,7 @@ import torch
 from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfig
 from eyas.config.drafting import METHOD_FACTS, MTP, MethodFacts, split_method
 from eyas.config.file_values import get_setting
+from eyas.config.mtp_layouts import find_modules, num_layers_of
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.eagle import NUM_GROWN_SLOTS
 from eyas.drafters.ahead.trial import Trial
@@ -28,6 +29,7 @@ from eyas.drafters.lookup.lookahead import LookaheadDrafter
 from eyas.drafters.lookup.prompt_lookup import prompt_lookup
 from eyas.drafters.lookup.rest import load_rest
 from eyas.drafters.lookup.suffix import SuffixDrafter
+from eyas.drafters.mtp import MtpDrafter
 from eyas.drafters.multi_head import MultiHeadDrafter
 from eyas.drafters.peagle import PEagleDrafter
 from eyas.drafters.trees.growth import StaticTree
@@ -40,7 +42,7 @@ from eyas.models.heads.eagle_config import HeadWiring, Kind, trained_depth
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.heads.hydra import HydraHead, load_hydra
 from eyas.models.heads.medusa import MedusaHead, load_medusa
-from eyas.models.heads.mtp import MtpHead, load_mtp_head, stated_wiring
+from eyas.models.heads.mtp import load_mtp_head, stated_wiring
 from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head, validate_mtp_head
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
@@ -147,23 +149,28 @@ def _load_eagle(parts: DrafterParts, kind: Kind) -> EagleHead:
 
 
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
-    return _grow_dynamic(_load_eagle(parts, kind), parts, parts.capture(), is_ahead=parts.ahead_mode != "never")
+    head, is_ahead, capture = _load_eagle(parts, kind), parts.ahead_mode != "never", parts.capture()
+    num_grown_slots = NUM_GROWN_SLOTS if is_ahead else 0
+    drafter = EagleDrafter(head, parts.head_tree, parts.drafting, capture=capture, num_grown_slots=num_grown_slots)
+    return parts.with_ahead(drafter) if is_ahead else drafter
 
 
 def _build_mtp(parts: DrafterParts) -> LocalDrafter:
     quantization = parts.drafting.quantization
     head = load_mtp_head(parts.head, parts.target, parts.dtype, parts.device, parts.wiring, quantization)
-    if head.has_window and parts.ahead_mode == "always":
-        log.warning("%s: the attention of its module slides, so that its trees do not grow ahead", parts.head)
+    why_not_ahead = "attention slides" if head.has_window else "there are several modules" if head.num_modules > 1 else ""
+    if parts.ahead_mode == "always" and why_not_ahead:
+        log.warning("%s: %s, so that trees do not grow ahead", parts.head, why_not_ahead)
+    is_ahead = parts.ahead_mode != "never" and not why_not_ahead
     # a graph cannot be captured if the host waits to see which experts the rows take
-    capture = None if head.has_experts else parts.capture()
-    return _grow_dynamic(head, parts, capture, is_ahead=parts.ahead_mode != "never" and not head.has_window)
-
-
-def _grow_dynamic(head: EagleHead | MtpHead, parts: DrafterParts, capture: Capture | None, is_ahead: bool) -> LocalDrafter:
-    num_grown_slots = NUM_GROWN_SLOTS if is_ahead else 0
-    drafter = EagleDrafter(head, parts.head_tree, parts.drafting, capture=capture, num_grown_slots=num_grown_slots)
+    capture = None if head.has_experts or head.num_modules > 1 else parts.capture()
+    drafter = MtpDrafter(head, parts.head_tree, parts.drafting, capture, NUM_GROWN_SLOTS if is_ahead else 0)
     return parts.with_ahead(drafter) if is_ahead else drafter
+
+
+def _mtp_num_steps(head: Checkpoint, tree: TreeConfig) -> int:
+    found = find_modules(head.files, num_layers_of(head.config))
+    return max(MTP_NUM_STEPS, found.count if found else 0)
 
 
 def _build_peagle(parts: DrafterParts) -> LocalDrafter:
@@ -248,7 +255,7 @@ _BUILDERS: Mapping[str, Method] = {
         _build_mtp,
         features=TargetFeatures(_mtp_fuser, fingerprint=lambda head: MTP),
         validate=validate_mtp_head,
-        num_steps=lambda head, tree: MTP_NUM_STEPS,
+        num_steps=_mtp_num_steps,
     ),
     **{kind: replace(_BLOCK, build=partial(_build_block, kind)) for kind in BLOCK_KINDS},
     "medusa": _MEDUSA,

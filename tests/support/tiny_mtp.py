@@ -59,41 +59,56 @@ FAMILIES: dict[str, MtpFamily] = {
 }  # fmt: skip
 
 
-def configs(family: MtpFamily) -> tuple[Any, Any]:
-    """The configs of the target, and of a model with the module's layer behind the target's."""
-    own = {key: value[:LAYERS] if isinstance(value, list) else value for key, value in family.whole.items()}
-    whole = config_of(family.kind, **{**family.whole, "num_hidden_layers": LAYERS + 1})
-    return config_of(family.kind, **{**own, **family.own, "num_hidden_layers": LAYERS}), whole
+def of_module(name: str, number: int) -> str:
+    """The name of a module's tensor, given that of the first module's."""
+    return name.replace(f"layers.{LAYERS}", f"layers.{LAYERS + number}").replace("mtp.layers.0", f"mtp.layers.{number}")
 
 
-def write_mtp(folder: Path, family: str, agrees: bool = False, swaps: bool = False, modules: bool = True) -> str:
-    """A target with its module; both random, but for norms.
+def configs(family: MtpFamily, count: int = 1) -> tuple[Any, Any]:
+    """The configs of the target, and of a model with the layers of the modules behind the target's."""
+    lists = {key: value for key, value in family.whole.items() if isinstance(value, list)}
+    own = {**family.whole, **{key: value[:LAYERS] for key, value in lists.items()}}
+    whole = {**family.whole, **{key: [*value, *value[-1:] * (count - 1)] for key, value in lists.items()}}
+    made = config_of(family.kind, **{**whole, "num_hidden_layers": LAYERS + count})
+    return config_of(family.kind, **{**own, **family.own, "num_hidden_layers": LAYERS}), made
+
+
+def write_mtp(
+    folder: Path, family: str, agrees: bool = False, swaps: bool = False, modules: bool = True, count: int = 1
+) -> str:
+    """A target with its module, or with several; all random, but for norms.
 
     agrees: the target's layers add nothing to the embedding, so that the next token depends on the last one alone, and the
     module reads the embedding alone. swaps: it reads what stands in the place of the embedding in another order.
     """
     of = FAMILIES[family]
-    config, whole_config = configs(of)
+    config, whole_config = configs(of, count)
     torch.manual_seed(0)
     whole = whole_class(whole_config).from_config(whole_config, dtype=torch.float32)
     whole.save_pretrained(folder)
-    stored = load_file(folder / "model.safetensors")
-    layer = f"model.layers.{LAYERS}."
-    tensors = {name.replace(layer, f"{of.layer}."): tensor for name, tensor in stored.items()}
-    generator = torch.Generator().manual_seed(1)
-    tensors[of.names[0]] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
-    for name in of.names[1:]:
-        tensors[name] = 0.5 + torch.rand(HIDDEN, generator=generator)
+    tensors = load_file(folder / "model.safetensors")
+    generator, names = torch.Generator().manual_seed(1), list[str]()
+    for number in range(count):
+        layer = f"model.layers.{LAYERS + number}."
+        own = {name: f"{of_module(of.layer, number)}.{name.removeprefix(layer)}" for name in tensors if layer in name}
+        tensors = {own.get(name, name): tensor for name, tensor in tensors.items()}
+        projection, *norms = (of_module(name, number) for name in of.names)
+        tensors[projection] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
+        tensors |= {name: 0.5 + torch.rand(HIDDEN, generator=generator) for name in norms}
+        names += [projection, *norms, *own.values()]
+        if agrees:
+            tensors |= {projection: torch.eye(HIDDEN, 2 * HIDDEN)} | {name: torch.ones(HIDDEN) for name in norms}
+        if swaps:
+            tensors[projection] = tensors[projection].roll(HIDDEN, 1)
     if agrees:
         tensors |= {name: torch.zeros_like(t) for name, t in tensors.items() if "o_proj" in name or "down_proj" in name}
-        tensors[of.names[0]] = torch.eye(HIDDEN, 2 * HIDDEN)
-        tensors |= {name: torch.ones(HIDDEN) for name in (*of.names[1:], "model.norm.weight")}
-    if swaps:
-        tensors[of.names[0]] = tensors[of.names[0]].roll(HIDDEN, 1)
+        tensors["model.norm.weight"] = torch.ones(HIDDEN)
     if not modules:
-        tensors = {name: t for name, t in tensors.items() if name in stored and not name.startswith(layer)}
+        tensors = {name: t for name, t in tensors.items() if name not in names or name == "model.norm.weight"}
     save_file(tensors, folder / "model.safetensors")
     config.architectures = [type(whole).__name__]
+    if count > 1:
+        config.num_nextn_predict_layers = count
     config.save_pretrained(folder)
     return str(folder)
 

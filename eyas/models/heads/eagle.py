@@ -82,6 +82,7 @@ class EagleHead(nn.Module):
 
     # Rows of trees without the attention kernel have buffers of their own, see `eyas.drafters.trees.rows`.
     rows_in_slots = False
+    num_modules = 1
 
     def __init__(
         self, config: EagleHeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor, max_model_len: int

@@ -1,4 +1,4 @@
-"""Native multi-token prediction (MTP): the module that a target's own checkpoint brings along, as a draft head.
+"""Native multi-token prediction (MTP): the modules that a target's own checkpoint brings along, as a draft head.
 
 A module is shaped as an EAGLE-1 head (DeepSeek-V3, 2412.19437, section 2.2). Its decoder layer is one of the target's own
 kind, run by transformers' class with our attention; latent attention or experts need nothing here. Legend: R rows, H hidden,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,63 +93,28 @@ class MtpInputs(nn.Module):
         return joined
 
 
-class MtpHead:
-    """A module over pairs (feature i, token i + 1), as an EAGLE head is. Each step's state takes the place of the next
-    feature.
-
-    Keys and values of its rows lie in slots of a KV cache of its own, also for nodes of trees. draft_ids: int64 [V].
+class MtpModule:
+    """One module: what stands before its layer, the layer, and the norm before the output head.
 
     Args:
-        module: a causal LM of one layer, with the module's final norm as `norm` of its decoder.
+        model: a causal LM of one layer, with the module's final norm as `norm` of its decoder.
+        number: of the layer of a KV cache that has its keys and values.
     """
 
-    compiled = None
-    rows_in_slots = True
-
-    def __init__(self, module: TargetModel, inputs: MtpInputs, wiring: HeadWiring) -> None:
-        self.module, self._inputs, self._decoder = module, inputs, module.model.get_decoder()
-        self._norm, self._decoder.norm = self._decoder.norm, nn.Identity()  # the state before it may be the next feature
-        self.config = MtpHeadConfig(int(module.config.hidden_size), module.vocab_size)
-        self.wiring = wiring
-        self.draft_ids = torch.arange(module.vocab_size, device=module.device)
+    def __init__(self, model: Any, inputs: MtpInputs, number: int) -> None:
+        self._inputs, self._decoder = inputs, model.get_decoder()
+        self.norm, self._decoder.norm = self._decoder.norm, nn.Identity()  # the state before it may be the next feature
+        for part in self.parts:
+            if hasattr(part, "layer_idx"):
+                part.layer_idx = number
 
     @property
-    def dtype(self) -> torch.dtype:
-        """Type of states, keys and values."""
-        return self.module.dtype
+    def parts(self) -> list[Any]:
+        """Modules of its layer."""
+        return list(self._decoder.layers[0].modules())
 
-    @property
-    def max_model_len(self) -> int:
-        """Positions that the target covers."""
-        return self.module.max_model_len
-
-    @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """Key-value heads and head width of its layer."""
-        return self.module.kv_shapes
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        return self.module.heads_per_kv * self.kv_shapes[0][0]
-
-    @property
-    def has_experts(self) -> bool:
-        """Return whether rows of a pass go to different experts."""
-        return any(hasattr(part, "experts") for part in self._decoder.layers[0].modules())
-
-    @property
-    def has_window(self) -> bool:
-        """Return whether its attention slides."""
-        return any(getattr(layer, "sliding_window", None) for layer in self._decoder.layers[0].modules())
-
-    def run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs, kv_cache: KVCache) -> Tensor:
-        """Return the states [S, H] behind the last pairs of sessions. `last` says the same as `pairs` of these rows."""
-        return self.run_slots(features, pairs, kv_cache)[pairs.logits_indices]
-
-    def run_slots(self, features: Tensor, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
-        """Run rows of features [R, H] and the tokens of a pass to states [R, H]; keys and values go to the rows' slots."""
-        embedded = self.module.model.get_input_embeddings()(packed.tokens)
+    def run(self, features: Tensor, embedded: Tensor, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
+        """Run rows of features and embeddings [R, H] to states [R, H] before the final norm."""
         found = self._decoder(
             inputs_embeds=self._inputs(embedded, features)[None],
             position_ids=packed.positions[None],
@@ -157,20 +122,85 @@ class MtpHead:
             packed=packed,
             kv_cache=kv_cache,
         )
-        states: Tensor = found.last_hidden_state[0]
-        return self._final_norm(states) if self.wiring.output == "normed" else states
+        return found.last_hidden_state[0]  # type: ignore[no-any-return]
+
+
+class MtpHead:
+    """Modules over pairs (feature i, token i + 1), as an EAGLE head is. Each step's state takes the place of the next
+    feature.
+
+    Keys and values of their rows lie in slots of a KV cache of their own, also for nodes of trees: layer k is module k's.
+    draft_ids: int64 [V].
+
+    Args:
+        shared: a causal LM with the target's embedding and output head, and the sizes of a module's layer.
+    """
+
+    compiled = None
+    rows_in_slots = True
+
+    def __init__(self, shared: TargetModel, modules: Sequence[MtpModule], wiring: HeadWiring) -> None:
+        self._shared, self._modules, self.wiring = shared, modules, wiring
+        self.config = MtpHeadConfig(int(shared.config.hidden_size), shared.vocab_size)
+        self.draft_ids = torch.arange(shared.vocab_size, device=shared.device)
+
+    @property
+    def num_modules(self) -> int:
+        """M."""
+        return len(self._modules)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of states, keys and values."""
+        return self._shared.dtype
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that the target covers."""
+        return self._shared.max_model_len
+
+    @property
+    def kv_shapes(self) -> list[tuple[int, int]]:
+        """Key-value heads and head width of each module."""
+        return self._shared.kv_shapes * self.num_modules
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self._shared.heads_per_kv * self.kv_shapes[0][0]
+
+    @property
+    def has_experts(self) -> bool:
+        """Return whether rows of a pass go to different experts."""
+        return any(hasattr(part, "experts") for part in self._modules[0].parts)
+
+    @property
+    def has_window(self) -> bool:
+        """Return whether attention slides."""
+        return any(getattr(part, "sliding_window", None) for part in self._modules[0].parts)
+
+    def run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs, kv_cache: KVCache) -> Tensor:
+        """Return the first module's states [S, H] behind the last pairs of sessions. `last` says nothing new."""
+        return self.run_slots(features, pairs, kv_cache)[pairs.logits_indices]
+
+    def run_slots(self, features: Tensor, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
+        """Run rows through the first module, see `run_module`."""
+        return self.run_module(0, features, packed, kv_cache)
+
+    def run_module(self, number: int, features: Tensor, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
+        """Run rows of features [R, H] and the tokens of a pass to states [R, H]; keys and values go to the rows' slots."""
+        module, embedded = self._modules[number], self._shared.model.get_input_embeddings()(packed.tokens)
+        states = module.run(features, embedded, packed, kv_cache)
+        return module.norm(states) if self.wiring.output == "normed" else states
+
+    def module_logits(self, number: int, states: Tensor) -> Tensor:
+        """Return draft logits [..., V] of a module's states [..., H]."""
+        normed = states if self.wiring.output == "normed" else self._modules[number].norm(states)
+        return self._shared.model.get_output_embeddings()(normed)  # type: ignore[no-any-return]
 
     def raw_logits(self, states: Tensor) -> Tensor:
-        """Return draft logits [..., V] of states [..., H]."""
-        normed = states if self.wiring.output == "normed" else self._final_norm(states)
-        return self.module.model.get_output_embeddings()(normed)  # type: ignore[no-any-return]
-
-    def logits(self, states: Tensor) -> Tensor:
-        """Return draft logits float32 [..., V] of states [..., H]."""
-        return self.raw_logits(states).float()
-
-    def _final_norm(self, states: Tensor) -> Tensor:
-        return self._norm(states)  # type: ignore[no-any-return]
+        """Return draft logits [..., V] of the first module's states [..., H]."""
+        return self.module_logits(0, states)
 
 
 def load_mtp_head(
@@ -181,7 +211,7 @@ def load_mtp_head(
     wiring: HeadWiring | None = None,
     quantization: str = "",
 ) -> MtpHead:
-    """Load the module of a checkpoint, with the target's embedding and output head. No other tensor is read.
+    """Load the modules of a checkpoint, with the target's embedding and output head. No other tensor is read.
 
     Raises CheckpointError for a checkpoint without a module, and for tensors that are missing, left over, quantised or of
     another shape than the target's config implies; ConfigError as `quantise_head`.
@@ -195,17 +225,31 @@ def load_mtp_head(
     register_attention()
     checkpoint, target = open_checkpoint(checkpoint), open_checkpoint(target)
     config = read_model_config(target)
-    files = MtpFiles(checkpoint, target, require_modules(checkpoint, config))
-    own = module_config(config, files.layer)
+    found, wiring = require_modules(checkpoint, config), wiring or stated_wiring(checkpoint)
+    shared: TargetModel | None = None
+    modules = list[MtpModule]()
+    for number in range(found.count):
+        model, shapes = _load_module(MtpFiles(checkpoint, target, found, number), config, dtype, device)
+        if shared is not None:
+            model.set_input_embeddings(shared.model.get_input_embeddings())
+            model.set_output_embeddings(shared.model.get_output_embeddings())
+        if quantization:
+            quantise_head(model, torch.device(device))
+        adapt_model(model, getattr(torch, dtype), int(config.max_position_embeddings))
+        shared = shared or TargetModel(model, kv_shapes=shapes)
+        modules.append(MtpModule(model, model.mtp_inputs, number))
+    assert shared is not None, "there is a module"
+    return MtpHead(shared, modules, wiring)
+
+
+def _load_module(files: MtpFiles, config: Any, dtype: str, device: str) -> tuple[Any, list[tuple[int, int]]]:
+    """Return a causal LM of a module's layer, with what stands before it as `mtp_inputs`; and the shape of its keys."""
+    own = module_config(config, files.layer, files.number)
     architecture = inspect_architecture(own)
     model = _make_model(own, files, architecture, getattr(torch, dtype))
-    inputs = files.inputs(model.get_decoder().norm, int(own.hidden_size)).to(getattr(torch, dtype))
-    model.mtp_inputs = inputs  # a part of the model, so that it moves and is packed with it
-    model.to(torch.device(device))
-    if quantization:
-        quantise_head(model, torch.device(device))
-    adapt_model(model, getattr(torch, dtype), int(config.max_position_embeddings))
-    return MtpHead(TargetModel(model, kv_shapes=architecture.kv_shapes), inputs, wiring or stated_wiring(checkpoint))
+    # a part of the model, so that it moves and is packed with it
+    model.mtp_inputs = files.inputs(model.get_decoder().norm, int(own.hidden_size)).to(getattr(torch, dtype))
+    return model.to(torch.device(device)), architecture.kv_shapes
 
 
 def stated_wiring(checkpoint: Checkpoint) -> HeadWiring:
@@ -214,7 +258,7 @@ def stated_wiring(checkpoint: Checkpoint) -> HeadWiring:
 
 
 def require_modules(checkpoint: Checkpoint, config: Any) -> MtpModules:
-    """Return the module of a checkpoint for a target of this config. Raises CheckpointError without one, and for several."""
+    """Return the modules of a checkpoint for a target of this config. Raises CheckpointError without one."""
     found = find_modules(checkpoint.files, int(config.num_hidden_layers))
     if found is None:
         tails = (layout.projection.format(n=config.num_hidden_layers if layout.counts_on else 0) for layout in LAYOUTS)
@@ -226,7 +270,7 @@ def require_modules(checkpoint: Checkpoint, config: Any) -> MtpModules:
     return found
 
 
-def module_config(config: Any, tensors: Collection[str]) -> Any:
+def module_config(config: Any, tensors: Collection[str], number: int = 0) -> Any:
     """Return the config of a model whose only layer is like the module's; a layer has experts if these tensors have some.
 
     Attention is that of `mtp_layer_types`, where a config has it, else that of the target's last layer.
@@ -239,7 +283,7 @@ def module_config(config: Any, tensors: Collection[str]) -> Any:
         if isinstance(value, list) and len(value) == num_layers:
             setattr(own, key, value[-1:])
     if (types := getattr(config, "mtp_layer_types", None)) and getattr(config, "layer_types", None):
-        own.layer_types = types[:1]
+        own.layer_types = [types[min(number, len(types) - 1)]]
     for key, values in EXPERT_LAYERS.items():
         if getattr(own, key, None) is not None:
             setattr(own, key, copy.copy(values[has_experts]))
@@ -249,23 +293,23 @@ def module_config(config: Any, tensors: Collection[str]) -> Any:
 class MtpFiles:
     """The tensors of a module in the files of a checkpoint. Raises CheckpointError for what is missing or no plain number.
 
-    layer: names of the decoder layer's tensors in the files, by those within the layer.
+    layer: names of the decoder layer's tensors in the files, by those within the layer. number: of the module, from 0.
 
     Args:
         target: which may have the final norm.
     """
 
-    def __init__(self, checkpoint: Checkpoint, target: Checkpoint, modules: MtpModules) -> None:
+    def __init__(self, checkpoint: Checkpoint, target: Checkpoint, modules: MtpModules, number: int) -> None:
         layout, self.modules, self._checkpoint, self._target = modules.layout, modules, checkpoint, target
-        self.layer = modules.layer_tensors(checkpoint.files)
+        self.number, self.layer = number, modules.layer_tensors(checkpoint.files, number)
         parts = {"projection": layout.projection, "embedding_norm": layout.embedding_norm, "hidden_norm": layout.hidden_norm}
-        self._parts = {key: f"{modules.name(template)}.weight" for key, template in parts.items()}
-        final = modules.final_norm({*checkpoint.files, *target.files})
+        self._parts = {key: f"{modules.name(template, number)}.weight" for key, template in parts.items()}
+        final = modules.final_norm({*checkpoint.files, *target.files}, number)
         if missing := sorted({*self._parts.values(), final} - {*checkpoint.files, *target.files}):
             raise CheckpointError(
                 f"{checkpoint} lacks tensors of its module for multi-token prediction: {shortened(missing)}"
             )
-        bias = f"{modules.name(layout.projection)}.bias"
+        bias = f"{modules.name(layout.projection, number)}.bias"
         self._parts |= {"bias": bias} if bias in checkpoint.files else {}
         wanted = {*self.layer.values(), *self._parts.values()}
         source = checkpoint if final in checkpoint.files else target
@@ -323,7 +367,7 @@ def _make_model(config: Any, files: MtpFiles, architecture: Architecture, dtype:
             attn_implementation=ATTENTION_NAME, generation_config=no_defaults(), ignore_mismatched_sizes=True,
             output_loading_info=True,
         )  # fmt: skip
-    named = files.modules.name(files.modules.layout.layer)
+    named = files.modules.name(files.modules.layout.layer, files.number)
     problems = [
         f"{what} {shortened(sorted(name.replace(layer, f'{named}.') for name in names))}"
         for what, names in (

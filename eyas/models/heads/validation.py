@@ -382,22 +382,23 @@ def _guess(head: EagleHead | MtpHead, fuser: FeatureFuser, wiring: HeadWiring, w
     tokens, positions = window.tokens[1:], torch.arange(len(features), device=features.device)
     if isinstance(head, MtpHead):
         slots = _WindowSlots(head, window.tokens.cpu().numpy())
-        states = slots.first(features)
-        return _judge_states(head, states, window, 1), _judge_states(head, slots.second(states[:-1]), window, 2)
+        states, module = slots.first(features), min(1, head.num_modules - 1)
+        logits = head.module_logits(0, states), head.module_logits(module, slots.second(states[:-1]))
+        return _judge_logits(head, logits[0], window, 1), _judge_logits(head, logits[1], window, 2)
     attention = _WindowAttention(positions[:, None] >= positions)
     states = head.run(features, tokens, positions, attention.first)
-    first = _judge_states(head, states, window, 1)
+    first = _judge_logits(head, head.raw_logits(states), window, 1)
     inputs, followers = states[:-1], tokens[1:]
     if head.mask_feature is not None and head.config.mask_token_id is not None:  # P-EAGLE has parallel rows instead
         inputs, followers = head.mask_feature.expand_as(inputs), torch.full_like(followers, head.config.mask_token_id)
     states = head.run(inputs, followers, positions[1:], attention.second)
-    return first, _judge_states(head, states, window, 2)
+    return first, _judge_logits(head, head.raw_logits(states), window, 2)
 
 
-def _judge_states(head: EagleHead | MtpHead, states: Tensor, window: Window, offset: int) -> Tensor:
+def _judge_logits(head: EagleHead | MtpHead, logits: Tensor, window: Window, offset: int) -> Tensor:
     """Compare guesses with the target's predictions from `offset` on, see `_judge`."""
-    at = torch.arange(offset, offset + len(states), device=states.device)
-    return _judge(torch.softmax(head.logits(states), -1), head.draft_ids, head.config.vocab_size, window, at)
+    at = torch.arange(offset, offset + len(logits), device=logits.device)
+    return _judge(torch.softmax(logits.float(), -1), head.draft_ids, head.config.vocab_size, window, at)
 
 
 def _judge(probs: Tensor, draft_ids: Tensor, vocab_size: int, window: Window, at: Tensor) -> Tensor:
@@ -432,7 +433,12 @@ class _WindowSlots:
         return self._run(features, [Segment(self._tokens[1:], rows, rows, rows[:0], None, rows)])
 
     def second(self, states: Tensor) -> Tensor:
-        """Run the pairs that follow, behind states [T - 2, H]; row i sees the window's pairs up to i, and itself."""
+        """Run the pairs that follow, behind states [T - 2, H]; row i sees the window's pairs up to i, and itself. Of several
+        modules the second runs them, and its rows see one another.
+        """
+        if self._head.num_modules > 1:
+            rows = self._rows[:-1]
+            return self._run(states, [Segment(self._tokens[2:], rows, rows, rows[:0], None, rows)], module=1)
         rows, one = self._rows, np.zeros(1, dtype=np.int64)
         segments = [
             Segment(self._tokens[i + 2 : i + 3], one + i + 1, one + len(rows) + i, rows[: i + 1], None, one)
@@ -440,8 +446,8 @@ class _WindowSlots:
         ]
         return self._run(states, segments)
 
-    def _run(self, features: Tensor, segments: Sequence[Segment]) -> Tensor:
-        return self._head.run_slots(features, pack(segments, features.device), self._kv)
+    def _run(self, features: Tensor, segments: Sequence[Segment], module: int = 0) -> Tensor:
+        return self._head.run_module(module, features, pack(segments, features.device), self._kv)
 
 
 class _WindowAttention:

@@ -69,6 +69,14 @@ def test_preempted_requests_equal_the_plain_loop(folders: dict[str, str]) -> Non
     assert_plain(folders["glm4_moe"], asked, chunks)
 
 
+def test_several_modules_change_no_token(tmp_path: Path) -> None:
+    folder = write_mtp(tmp_path / "three", "glm4_moe", count=3)
+    asked = requests(4)
+    chunks = run(engine_of(folder, max_num_seqs=3), asked[:1], {2: asked[1:]})
+    assert stats_of(chunks).num_drafted > 0
+    assert_plain(folder, asked, chunks)
+
+
 @pytest.mark.parametrize("family", EACH)
 def test_a_module_that_agrees_makes_steps_long(family: str, tmp_path: Path) -> None:
     folder = write_mtp(tmp_path / family, family, agrees=True)

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.eagle import MAX_SHARING_SESSIONS, EagleDrafter
+from eyas.drafters.eagle import MAX_SHARING_SESSIONS
+from eyas.drafters.mtp import MtpDrafter
 from eyas.models.heads.eagle_config import HeadWiring, Output
 from eyas.models.heads.mtp import load_mtp_head
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
@@ -15,7 +17,7 @@ from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.support.naive_eagle import Node, best_tree
 from tests.support.naive_mtp import NaiveMtp
-from tests.support.tiny_mtp import FAMILIES, HIDDEN, write_mtp
+from tests.support.tiny_mtp import FAMILIES, HIDDEN, LAYERS, write_mtp
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 GREEDY = NoiseKey(0)
@@ -40,9 +42,9 @@ def commit(name: str, tokens: list[int], features: torch.Tensor, base: int, end:
     return Commit(name, 0, base, tuple(tokens[base:end]), features[max(base - 1, 0) : end - 1], noise, budget)
 
 
-def make(folder: str, output: Output = "normed") -> EagleDrafter:
+def make(folder: str, output: Output = "normed") -> MtpDrafter:
     head = load_mtp_head(folder, folder, wiring=HeadWiring((FINAL_NORM_OUTPUT,), output=output))
-    return EagleDrafter(head, SHAPE, DraftingConfig(ranking_temperature=1.0))
+    return MtpDrafter(head, SHAPE, DraftingConfig(ranking_temperature=1.0))
 
 
 def assert_same(tree: object, nodes: list[Node], root: int) -> None:
@@ -54,27 +56,42 @@ def assert_same(tree: object, nodes: list[Node], root: int) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in FAMILIES]
-)
-@pytest.mark.parametrize("output", ["normed", "state"])
-def test_trees_equal_those_of_whole_sequences(family: str, output: Output, folders: dict[str, str]) -> None:
-    """Of a batch with noise of their own, over several commits, longer than a sliding window."""
-    drafter, plain = make(folders[family], output), NaiveMtp(folders[family], family, output)
+def assert_rounds(drafter: MtpDrafter, plain: NaiveMtp) -> None:
+    """Trees of a batch with noise of their own, over several commits, longer than a sliding window."""
     sessions = {f"s{i}": (*session(i, 18 + 5 * i), NOISES[i]) for i in range(3)}
-    for ends in ((4, 9, 1), (15, 22, 27), (18, 23, 28)):
+    for ends in ((4, 9, 1), (5, 22, 2), (15, 23, 27), (18, 23, 28)):
         before = [drafter.sessions.get(name) for name in sessions]
         bases = [known.committed_length if known else 0 for known in before]
         contexts = [
             commit(name, tokens, features, base, end, noise)
             for (name, (tokens, features, noise)), base, end in zip(sessions.items(), bases, ends, strict=True)
+            if end > base
         ]
-        trees = drafter.propose(contexts)
-        for (tokens, features, noise), tree, end in zip(sessions.values(), trees, ends, strict=True):
-            if end > 1:
+        trees = {each.session: tree for each, tree in zip(contexts, drafter.propose(contexts), strict=True)}
+        for (name, (tokens, features, noise)), end in zip(sessions.items(), ends, strict=True):
+            if name in trees and end > len(plain.parts):
                 nodes = plain.candidates(tokens[:end], features[: end - 1], noise, SHAPE)
-                assert_same(tree, best_tree(nodes, 13), tokens[end - 1])
+                assert_same(trees[name], best_tree(nodes, 13), tokens[end - 1])
+            elif name in trees:
+                assert trees[name] == DraftTree.root_only(tokens[end - 1])
     drafter.sessions.check()
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in FAMILIES]
+)
+@pytest.mark.parametrize("output", ["normed", "state"])
+def test_trees_equal_those_of_whole_sequences(family: str, output: Output, folders: dict[str, str]) -> None:
+    assert_rounds(make(folders[family], output), NaiveMtp(folders[family], family, output))
+
+
+@pytest.mark.parametrize(("family", "count"), [("glm4_moe", 3), ("exaone_moe", 2), ("ernie4_5_moe", 1)])
+def test_module_k_predicts_the_token_at_depth_k(family: str, count: int, tmp_path: Path) -> None:
+    """And the last module those below, by its own states."""
+    folder = write_mtp(tmp_path / "target", family, count=count)
+    drafter = make(folder)
+    assert drafter.work.passes == {3: 7, 2: 5, 1: 4}[count]
+    assert_rounds(drafter, NaiveMtp(folder, family, count=count))
 
 
 def test_more_sessions_than_share_slots_get_their_own_trees(folders: dict[str, str]) -> None:
@@ -109,3 +126,30 @@ def test_a_wrong_order_or_norm_gives_other_trees(mistake: str, folders: dict[str
     assert_same(right, nodes, tokens[-1])
     with pytest.raises(AssertionError):
         assert_same(wrong, nodes, tokens[-1])
+
+
+@pytest.mark.parametrize(("family", "count"), [("glm4_moe", 1), ("glm4_moe", 3), ("mellum", 1)])
+def test_chains_equal_those_of_transformers(family: str, count: int, tmp_path: Path) -> None:
+    """Of its own MtpModel, which runs each module once."""
+    modeling = pytest.importorskip("transformers.modeling_layers")
+    if not hasattr(modeling, "MtpModel"):
+        pytest.skip("this transformers has no MtpModel")
+    from transformers.cache_utils import MtpCache
+
+    folder, tokens = write_mtp(tmp_path / family, family, count=count), torch.arange(5, 29)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if family == "glm4_moe":  # whose names of modules are those of the published sizes
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.[{LAYERS}-9]\."]
+    drafts = modeling.MtpModel.from_pretrained(model).eval()
+    with torch.no_grad():
+        states = model.model(tokens[None], use_cache=False).last_hidden_state[:, :-1]
+        cache, places = MtpCache(config=model.config.get_mtp_config()), torch.arange(1, len(tokens))
+        chain, logits, _ = drafts(tokens[None, 1:], states, None, places[None], cache)
+    shape = TreeConfig(count + 1, count, 1)
+    drafter = MtpDrafter(load_mtp_head(folder, folder), shape, DraftingConfig(ranking_temperature=1.0))
+    budget = TreeBudget(count + 1, count)
+    (tree,) = drafter.propose([Commit("a", 0, 0, tuple(tokens.tolist()), states[0], GREEDY, budget)])
+    assert isinstance(tree, DraftTree)
+    assert list(tree.tokens[1:]) == chain[0].tolist()
+    expected = torch.log_softmax(logits[0], -1).amax(-1).cumsum(0)
+    assert tree.log_probs[1:] == pytest.approx(expected.tolist(), abs=1e-4)

@@ -4,12 +4,10 @@ import json
 import logging
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from eyas.config.mtp_layouts import find_modules
 from eyas.drafters.draft_head import DraftHead
@@ -17,7 +15,6 @@ from eyas.errors import CheckpointError
 from eyas.models.heads import mtp
 from eyas.models.heads.mtp import load_mtp_head
 from eyas.models.heads.validation import validate_mtp_head
-from eyas.models.inputs import Segment, pack
 from eyas.models.loading import load_target
 from tests.support.tiny_mtp import DEEPSEEK, FAMILIES, HIDDEN, LAYERS, write_mtp
 
@@ -55,9 +52,9 @@ MISTAKES: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
     "a shape is another": (
         {f"{LAYER}input_layernorm.weight": torch.ones(16)}, rf"of another shape {LAYER}input_layernorm\.weight",
     ),
-    "the projection is narrow": ({DEEPSEEK[0]: torch.ones(HIDDEN, HIDDEN)}, rf"eh_proj.weight has shape \[{HIDDEN}, {HIDDEN}\]"),
+    "the projection is narrow": ({DEEPSEEK[0]: torch.ones(HIDDEN, HIDDEN)}, rf"eh_proj.weight has shape \[{HIDDEN}, 32\]"),
     "weights are quantised": ({DEEPSEEK[0]: torch.ones(HIDDEN, 2 * HIDDEN).to(torch.float8_e4m3fn)}, "float8_e4m3fn"),
-    "weights are no numbers": ({f"{LAYER}self_attn.o_proj.weight": torch.full((32, 32), torch.nan)}, "holds NaN or infinity"),
+    "weights are no numbers": ({f"{LAYER}self_attn.o_proj.weight": torch.full((32, 32), torch.nan)}, "holds NaN"),
     "an expert is missing": ({f"{LAYER}mlp.experts.3.up_proj.weight": None}, "multi-token prediction"),
 }  # fmt: skip
 
@@ -74,7 +71,6 @@ def test_a_damaged_module_is_refused_by_its_tensors(mistake: str, tmp_path: Path
 def test_a_target_without_a_module_is_named_with_the_layouts(tmp_path: Path) -> None:
     folder = write_mtp(tmp_path / "without", "glm4_moe", modules=False)
     with pytest.raises(CheckpointError, match=rf"layers\.{LAYERS}\.eh_proj\.weight, mtp\.fc\.weight, mtp_linear_proj"):
-        DraftHead("", "mtp", folder).build_fuser(folder, "float32", "cpu")
         load_mtp_head(folder, folder)
 
 
@@ -92,35 +88,6 @@ def test_only_files_with_the_module_and_the_vocabulary_are_read(tmp_path: Path, 
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "layers.safetensors").write_bytes(b"not fetched")
     assert load_mtp_head(str(folder), str(folder)).kv_shapes
-
-
-@pytest.mark.parametrize("family", ["glm4_moe", "mellum"])
-def test_first_guesses_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Of its own MtpModel, which runs each module once."""
-    modeling = pytest.importorskip("transformers.modeling_layers")
-    if not hasattr(modeling, "MtpModel"):
-        pytest.skip("this transformers has no MtpModel")
-    from transformers.cache_utils import MtpCache
-
-    folder, tokens = write_mtp(tmp_path / family, family), torch.arange(5, 29)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    if family == "glm4_moe":  # whose names of modules are those of the published sizes
-        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}\."]
-    drafts = modeling.MtpModel.from_pretrained(model).eval()
-    with torch.no_grad():
-        states = model.model(tokens[None], use_cache=False).last_hidden_state[:, :-1]
-        _, logits, _ = drafts(
-            tokens[None, 1:],
-            states,
-            None,
-            torch.arange(1, len(tokens))[None],
-            MtpCache(config=model.config.get_mtp_config()),
-        )
-    head, rows = load_mtp_head(folder, folder), np.arange(len(tokens) - 1)
-    packed = pack([Segment(tokens[1:].numpy(), rows, rows, rows[:0], None, rows[-1:])], torch.device("cpu"))
-    with torch.inference_mode():
-        own = head.run_pairs(states[0], packed, packed, head.module.new_kv_cache(len(tokens)))
-        torch.testing.assert_close(head.logits(own), logits[0], atol=1e-4, rtol=1e-4)
 
 
 def fed_back(folder: Path, output: str) -> str:
