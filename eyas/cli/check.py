@@ -60,7 +60,8 @@ def head(
         device, dtype = resolve_placement(device, dtype, model)
         use_threads(threads, (device, dtype))
         head = DraftHead(draft_model, method, model, has_default=True)
-        method, checked = head.method, draft_model or model
+        method = head.method
+        checked = draft_model or model
         shown.show(f"loading {model}")
         target = load_target(model, dtype, device)
         shown.show("trying the wirings of the head")

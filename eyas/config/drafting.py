@@ -42,7 +42,7 @@ class MethodFacts:
 
     @property
     def has_head(self) -> bool:
-        """Return whether it loads a head or a draft model, of which a configuration names one."""
+        """Return whether it loads a head or a draft model; a configuration names one at most."""
         return bool(self.head) or "features" in self.needs
 
 

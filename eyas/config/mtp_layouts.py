@@ -24,7 +24,8 @@ INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 # Settings of config.json that give the number of modules.
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # The bytes before the header of a file of safetensors, which hold its length, and a header that is no header.
-LENGTH_BYTES, MAX_HEADER = 8, 10**8
+LENGTH_BYTES = 8
+MAX_HEADER = 10**8
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,15 @@ class MtpModules:
 
 
 def find_modules(names: Collection[str], num_layers: int) -> MtpModules | None:
-    """Return the modules that tensors of these names make, behind a target of so many layers; None without one."""
+    """Return the modules that tensors of these names make, behind a target with this number of layers; None without one."""
     for layout in LAYOUTS:
         first = num_layers if layout.counts_on else 0
         tail = f"{layout.projection.format(n=first)}.weight"
         found = [name.removesuffix(tail) for name in names if name == tail or name.endswith(f".{tail}")]
         if not found:
             continue
-        prefix, count = min(found, key=len), 1
+        prefix = min(found, key=len)
+        count = 1
         while any(name.startswith(f"{prefix}{layout.layer.format(n=first + count)}.") for name in names):
             count += 1
         return MtpModules(layout, prefix, first, count)

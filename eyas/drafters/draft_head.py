@@ -172,7 +172,7 @@ class DraftHead:
 
         A wiring that `eyas train` or `eyas check head --write` recorded stays, also of a head that has learnt little so
         far. Returns None for a method without a head that has wirings. Raises CheckpointError for another head that works
-        in none, unless nobody named it.
+        in none, unless it is the default.
         """
         report_phase("checking")
         report = self.validate(model, target, dtype, device)

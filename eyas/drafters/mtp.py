@@ -80,7 +80,8 @@ class MtpDrafter(EagleDrafter):
         counts = [num_features(context) for context in contexts]
         features = torch.cat([context.features for context in contexts if context.features is not None])
         rows = list(torch.split(moved(features, self.draft_ids.device, self._head.dtype), counts))
-        owners, lasts = [self.sessions[context.session] for context in contexts], list[list[Tensor]]()
+        owners = [self.sessions[context.session] for context in contexts]
+        lasts = list[list[Tensor]]()
         for module in range(self._modules.num_modules):
             if module:
                 rows = [self._inputs_of(module, *each) for each in zip(owners, rows, counts, strict=True)]
@@ -109,7 +110,8 @@ class MtpDrafter(EagleDrafter):
         for context, own in zip(contexts, rows, strict=True):
             slots = self.sessions[context.session].slots
             end = len(slots) - module
-            start, tokens = end - len(own), np.array(context.tokens[len(context.tokens) - len(own) :])
+            start = end - len(own)
+            tokens = np.array(context.tokens[len(context.tokens) - len(own) :])
             if len(own):
                 last = np.array([len(own) - 1])
                 segments.append(Segment(tokens, np.arange(start, end), slots[start:end], slots[:start], None, last))
@@ -126,7 +128,10 @@ class MtpExpansion:
     """
 
     def __init__(self, head: MtpHead, kv: KVCache, roots: Roots) -> None:
-        self._head, self._kv, self._states, cached = head, kv, roots.states[:, None], roots.cached
+        self._head = head
+        self._kv = kv
+        self._states = roots.states[:, None]
+        cached = roots.cached
         self._rows: list[SlotLevels | GroupLevels]
         if isinstance(cached, PaddedPrefix):
             prefixes = [replace(cached, lengths=cached.lengths - module) for module in range(head.num_modules)]
@@ -138,7 +143,9 @@ class MtpExpansion:
         return self._logits(0)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        above, hidden, count = take_rows(self._states, parents), self._head.config.hidden, self._head.num_modules
+        above = take_rows(self._states, parents)
+        hidden = self._head.config.hidden
+        count = self._head.num_modules
         states = above.new_zeros(above.shape)
         for module in range(min(level, count - 1), count):
             rows = self._rows[module] = self._rows[module].level(level, parents, tokens)
@@ -150,5 +157,6 @@ class MtpExpansion:
         return self._logits(level)
 
     def _logits(self, level: int) -> Tensor:
-        module, hidden = min(level, self._head.num_modules - 1), self._head.config.hidden
+        module = min(level, self._head.num_modules - 1)
+        hidden = self._head.config.hidden
         return self._head.module_logits(module, self._states[..., module * hidden : (module + 1) * hidden])

@@ -1,4 +1,4 @@
-"""An `LLM` of a target that brings a module along drafts with it, unless told otherwise; `eyas check head` checks it."""
+"""An `LLM` of a target that brings a module along drafts with it, unless a method is named; `eyas check head` checks it."""
 
 import json
 import logging
@@ -38,7 +38,7 @@ def output(llm: LLM) -> tuple[list[int], float]:
     return list(found.outputs[0].token_ids), stats.num_emitted / max(stats.num_verify_steps, 1)
 
 
-def test_drafts_come_from_the_module_unless_told_otherwise(tmp_path: Path) -> None:
+def test_drafts_come_from_the_module_if_no_method_is_named(tmp_path: Path) -> None:
     folder = written(tmp_path / "target", agrees=True)
     plain, one = output(LLM(folder, method="none"))
     assert one <= 1
@@ -49,7 +49,7 @@ def test_drafts_come_from_the_module_unless_told_otherwise(tmp_path: Path) -> No
         assert length > least
 
 
-def test_a_module_that_guesses_by_chance_is_served_only_as_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_at_chance_is_served_only_as_the_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = written(tmp_path / "target")
     tokens, _ = output(LLM(folder))
     assert "To decode without drafts, set method to none" in caplog.text

@@ -25,6 +25,16 @@ LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rop
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 
 
+# Families whose public checkpoints bring a module for multi-token prediction along, by model type: the layer's tensors.
+MODULES = {
+    "ernie4_5_moe": "model.mtp_block.{k}.*",
+    "exaone_moe": "mtp.layers.{k}.*",
+    "glm4_moe": "model.layers.{L+k}.*",
+    "hy_v3": "model.layers.{L+k}.*",
+    "mellum": "mtp.layers.{k}.*",
+}
+
+
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
 

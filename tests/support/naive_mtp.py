@@ -21,10 +21,12 @@ class NaiveMtp(NaiveEagle):
     num_true = 0
 
     def __init__(self, folder: str, family: str, output: str = "normed", count: int = 1) -> None:
-        of, (_, config) = FAMILIES[family], configs(FAMILIES[family], count)
+        of = FAMILIES[family]
+        (_, config) = configs(FAMILIES[family], count)
         stored = load_file(Path(folder, "model.safetensors"))
         config._attn_implementation = "eager"
-        model, own = whole_class(config).from_config(config, dtype=torch.float32), dict[str, torch.Tensor]()
+        model = whole_class(config).from_config(config, dtype=torch.float32)
+        own = dict[str, torch.Tensor]()
         for name, tensor in stored.items():
             number = next((n for n in range(count) if name.startswith(f"{of_module(of.layer, n)}.")), None)
             layer = "" if number is None else f"{of_module(of.layer, number)}."
@@ -33,7 +35,8 @@ class NaiveMtp(NaiveEagle):
         self.parts = [[stored[of_module(name, number)] for name in of.names] for number in range(count)]
         self.kind = (getattr(config, "layer_types", None) or [None] * (LAYERS + 1))[LAYERS]
         self.window = config.sliding_window if self.kind == "sliding_attention" else None
-        self.eps, self.output = config.rms_norm_eps, output
+        self.eps = config.rms_norm_eps
+        self.output = output
         self.embedding = stored["model.embed_tokens.weight"]
         self.ids = list(range(len(self.embedding)))
 
@@ -49,7 +52,8 @@ class NaiveMtp(NaiveEagle):
 
     def state(self, pairs: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
         """The state of the module that predicts what follows the pairs, of the last one beyond all modules."""
-        tokens, last = [token for _, token in pairs], len(self.parts) - 1
+        tokens = [token for _, token in pairs]
+        last = len(self.parts) - 1
         inputs = states = torch.stack([feature for feature, _ in pairs[: self.num_true]])
         depth = len(pairs) - self.num_true
         for module in range(min(depth, last) + 1):
@@ -69,7 +73,8 @@ class NaiveMtp(NaiveEagle):
         if self.window is not None:
             seen = seen & (rows[:, None] - rows < self.window)
         mask = torch.zeros(len(rows), len(rows)).masked_fill(~seen, float("-inf"))[None, None]
-        rotary, layer = self.model.model.rotary_emb, self.model.model.layers[LAYERS + module]
+        rotary = self.model.model.rotary_emb
+        layer = self.model.model.layers[LAYERS + module]
         tables = rotary(x[None], rows[None], *([self.kind] if isinstance(rotary.rope_type, dict) else []))
         found = layer(x[None], attention_mask=mask, position_ids=rows[None], position_embeddings=tables)
         states = (found if isinstance(found, torch.Tensor) else found[0])[0]

@@ -87,7 +87,8 @@ def write_mtp(
     whole = whole_class(whole_config).from_config(whole_config, dtype=torch.float32)
     whole.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
-    generator, names = torch.Generator().manual_seed(1), list[str]()
+    generator = torch.Generator().manual_seed(1)
+    names = list[str]()
     for number in range(count):
         layer = f"model.layers.{LAYERS + number}."
         own = {name: f"{of_module(of.layer, number)}.{name.removeprefix(layer)}" for name in tensors if layer in name}

@@ -102,8 +102,10 @@ class MtpModule:
     """
 
     def __init__(self, model: Any, inputs: MtpInputs, number: int) -> None:
-        self._inputs, self._decoder = inputs, model.get_decoder()
-        self.norm, self._decoder.norm = self._decoder.norm, nn.Identity()  # the state before it may be the next feature
+        self._inputs = inputs
+        self._decoder = model.get_decoder()
+        self.norm = self._decoder.norm
+        self._decoder.norm = nn.Identity()  # the state before it may be the next feature
         for part in self.parts:
             if hasattr(part, "layer_idx"):
                 part.layer_idx = number
@@ -189,7 +191,8 @@ class MtpHead:
 
     def run_module(self, number: int, features: Tensor, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
         """Run rows of features [R, H] and the tokens of a pass to states [R, H]; keys and values go to the rows' slots."""
-        module, embedded = self._modules[number], self._shared.model.get_input_embeddings()(packed.tokens)
+        module = self._modules[number]
+        embedded = self._shared.model.get_input_embeddings()(packed.tokens)
         states = module.run(features, embedded, packed, kv_cache)
         return module.norm(states) if self.wiring.output == "normed" else states
 
@@ -275,7 +278,8 @@ def module_config(config: Any, tensors: Collection[str], number: int = 0) -> Any
 
     Attention is that of `mtp_layer_types`, where a config has it, else that of the target's last layer.
     """
-    own, num_layers = copy.deepcopy(config), int(config.num_hidden_layers)
+    own = copy.deepcopy(config)
+    num_layers = int(config.num_hidden_layers)
     has_experts = any("experts" in name for name in tensors)
     own.__dict__.pop("quantization_config", None)
     own.num_hidden_layers = 1
@@ -300,8 +304,12 @@ class MtpFiles:
     """
 
     def __init__(self, checkpoint: Checkpoint, target: Checkpoint, modules: MtpModules, number: int) -> None:
-        layout, self.modules, self._checkpoint, self._target = modules.layout, modules, checkpoint, target
-        self.number, self.layer = number, modules.layer_tensors(checkpoint.files, number)
+        layout = modules.layout
+        self.modules = modules
+        self._checkpoint = checkpoint
+        self._target = target
+        self.number = number
+        self.layer = modules.layer_tensors(checkpoint.files, number)
         parts = {"projection": layout.projection, "embedding_norm": layout.embedding_norm, "hidden_norm": layout.hidden_norm}
         self._parts = {key: f"{modules.name(template, number)}.weight" for key, template in parts.items()}
         final = modules.final_norm({*checkpoint.files, *target.files}, number)
@@ -319,13 +327,16 @@ class MtpFiles:
 
     def _check(self) -> None:
         for name, tensor in self._stored.items():
-            if not tensor.is_floating_point() or tensor.itemsize == 1:
-                raise CheckpointError(
-                    f"{self._checkpoint}: {name} has dtype {tensor.dtype}, and Eyas drafts with plain weights; name a "
-                    "checkpoint with plain modules as draft_model, or set method to none"
-                )
+            self._check_plain(name, tensor)
             if not is_finite(tensor):
                 raise CheckpointError(f"{self._checkpoint}: {name} holds NaN or infinity; take undamaged weights")
+
+    def _check_plain(self, name: str, tensor: Tensor) -> None:
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise CheckpointError(
+                f"{self._checkpoint}: {name} has dtype {tensor.dtype}, and Eyas drafts with plain weights; name a "
+                "checkpoint with plain modules as draft_model, or set method to none"
+            )
 
     def __str__(self) -> str:
         return str(self._checkpoint)
@@ -341,11 +352,14 @@ class MtpFiles:
         return found | ({HEAD: self._shared(LM_HEAD_NAMES)} if has_head else {})
 
     def _shared(self, names: tuple[str, ...]) -> Tensor:
-        return self._target.tensor(names)
+        tensor = self._target.tensor(names)
+        self._check_plain(names[0], tensor)
+        return tensor
 
     def inputs(self, norm: nn.Module, hidden: int) -> MtpInputs:
         """Return what stands before the layer. norm: of the kind that the target has."""
-        tensors, widths = {key: self._stored[name] for key, name in self._parts.items()}, {"projection": (2 * hidden,)}
+        tensors = {key: self._stored[name] for key, name in self._parts.items()}
+        widths = {"projection": (2 * hidden,)}
         for key, tensor in tensors.items():
             if tuple(tensor.shape) != (shape := (hidden, *widths.get(key, ()))):
                 raise CheckpointError(

@@ -183,7 +183,8 @@ def validate_mtp_head(
     the module's own state behind its norm or before it at the next level. Raises CheckpointError for what does not load.
     """
     loaded = load_mtp_head(head, target_checkpoint, dtype, device)
-    stated, num_layers = loaded.wiring, int(target.config.num_hidden_layers)
+    stated = loaded.wiring
+    num_layers = int(target.config.num_hidden_layers)
     features = [stated.aux_hidden_state_layers, (FINAL_NORM_OUTPUT,), (num_layers,)]
     wirings = [replace(stated, aux_hidden_state_layers=layers) for layers in dict.fromkeys(features)]
     windows = observe(target, target_checkpoint, [FINAL_NORM_OUTPUT, num_layers])
@@ -382,7 +383,8 @@ def _guess(head: EagleHead | MtpHead, fuser: FeatureFuser, wiring: HeadWiring, w
     tokens, positions = window.tokens[1:], torch.arange(len(features), device=features.device)
     if isinstance(head, MtpHead):
         slots = _WindowSlots(head, window.tokens.cpu().numpy())
-        states, module = slots.first(features), min(1, head.num_modules - 1)
+        states = slots.first(features)
+        module = min(1, head.num_modules - 1)
         logits = head.module_logits(0, states), head.module_logits(module, slots.second(states[:-1]))
         return _judge_logits(head, logits[0], window, 1), _judge_logits(head, logits[1], window, 2)
     attention = _WindowAttention(positions[:, None] >= positions)
@@ -424,7 +426,9 @@ class _WindowSlots:
     """
 
     def __init__(self, head: MtpHead, tokens: Ints) -> None:
-        self._head, self._tokens, self._rows = head, tokens, np.arange(len(tokens) - 1)
+        self._head = head
+        self._tokens = tokens
+        self._rows = np.arange(len(tokens) - 1)
         self._kv = KVCache(2 * len(tokens), head.kv_shapes, 0, head.dtype, head.draft_ids.device)
 
     def first(self, features: Tensor) -> Tensor:
@@ -439,7 +443,8 @@ class _WindowSlots:
         if self._head.num_modules > 1:
             rows = self._rows[:-1]
             return self._run(states, [Segment(self._tokens[2:], rows, rows, rows[:0], None, rows)], module=1)
-        rows, one = self._rows, np.zeros(1, dtype=np.int64)
+        rows = self._rows
+        one = np.zeros(1, dtype=np.int64)
         segments = [
             Segment(self._tokens[i + 2 : i + 3], one + i + 1, one + len(rows) + i, rows[: i + 1], None, one)
             for i in range(len(states))

@@ -86,7 +86,7 @@ def test_a_module_that_agrees_makes_steps_long(family: str, tmp_path: Path) -> N
     assert_plain(folder, asked, chunks)
 
 
-def test_a_module_that_reads_its_inputs_in_another_order_guesses_worse(tmp_path: Path) -> None:
+def test_a_module_with_swapped_inputs_guesses_worse(tmp_path: Path) -> None:
     """So that the lengths above would show a wrong order."""
     folder = write_mtp(tmp_path / "swapped", "glm4_moe", agrees=True, swaps=True)
     asked = requests(2, num_tokens=24)

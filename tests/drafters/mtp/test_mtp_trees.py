@@ -136,14 +136,16 @@ def test_chains_equal_those_of_transformers(family: str, count: int, tmp_path: P
         pytest.skip("this transformers has no MtpModel")
     from transformers.cache_utils import MtpCache
 
-    folder, tokens = write_mtp(tmp_path / family, family, count=count), torch.arange(5, 29)
+    folder = write_mtp(tmp_path / family, family, count=count)
+    tokens = torch.arange(5, 29)
     model = AutoModelForCausalLM.from_pretrained(folder)
     if family == "glm4_moe":  # whose names of modules are those of the published sizes
         model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.[{LAYERS}-9]\."]
     drafts = modeling.MtpModel.from_pretrained(model).eval()
     with torch.no_grad():
         states = model.model(tokens[None], use_cache=False).last_hidden_state[:, :-1]
-        cache, places = MtpCache(config=model.config.get_mtp_config()), torch.arange(1, len(tokens))
+        cache = MtpCache(config=model.config.get_mtp_config())
+        places = torch.arange(1, len(tokens))
         chain, logits, _ = drafts(tokens[None, 1:], states, None, places[None], cache)
     shape = TreeConfig(count + 1, count, 1)
     drafter = MtpDrafter(load_mtp_head(folder, folder), shape, DraftingConfig(ranking_temperature=1.0))

@@ -4,18 +4,22 @@ import json
 import logging
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from eyas.cache.kv_cache import KVCache
 from eyas.config.mtp_layouts import find_modules
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
 from eyas.models.heads import mtp
 from eyas.models.heads.mtp import load_mtp_head
 from eyas.models.heads.validation import validate_mtp_head
+from eyas.models.inputs import Segment, pack
 from eyas.models.loading import load_target
+from tests.support.family_configs import MODULES
 from tests.support.tiny_mtp import DEEPSEEK, FAMILIES, HIDDEN, LAYERS, write_mtp
 
 LAYER = f"model.layers.{LAYERS}."
@@ -90,12 +94,45 @@ def test_only_files_with_the_module_and_the_vocabulary_are_read(tmp_path: Path, 
     assert load_mtp_head(str(folder), str(folder)).kv_shapes
 
 
+def test_plain_modules_of_a_quantised_target_load_if_asked_for(tmp_path: Path) -> None:
+    folder = write_mtp(tmp_path / "target", "glm4_moe")
+    config = json.loads(Path(folder, "config.json").read_text())
+    Path(folder, "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    assert load_mtp_head(folder, folder).num_modules == 1
+    edit(folder, **{"lm_head.weight": torch.ones(48, HIDDEN).to(torch.float8_e4m3fn)})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight has dtype torch\.float8_e4m3fn"):
+        load_mtp_head(folder, folder)
+
+
+def test_weights_of_8_bits_move_states_little(tmp_path: Path) -> None:
+    folder = write_mtp(tmp_path / "target", "glm4_moe")
+    rows = np.arange(6)
+    features = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(0))
+    packed = pack([Segment(rows + 5, rows, rows, rows[:0], None, rows)], torch.device("cpu"))
+    states = []
+    for quantization in ("", "fp8"):
+        head = load_mtp_head(folder, folder, quantization=quantization)
+        kv_cache = KVCache(8, head.kv_shapes, 0, head.dtype, torch.device("cpu"))
+        with torch.inference_mode():
+            states.append(head.run_slots(features, packed, kv_cache))
+    error = (states[1] - states[0]).norm() / states[0].norm()
+    assert 0 < error < 0.1
+
+
+def test_the_page_lists_the_families_that_are_tested() -> None:
+    assert set(MODULES) == set(FAMILIES) - {"llama"}
+    for family, layer in MODULES.items():
+        first = layer.removesuffix(".*").replace("{L+k}", f"{LAYERS}").replace("{k}", "0")
+        assert first == FAMILIES[family].layer
+
+
 def fed_back(folder: Path, output: str) -> str:
     """A target that agrees with its module, whose hidden states disturb it at some widths; the feedback of `output` leaves
     these out, and so do the features.
     """
     path = write_mtp(folder, "llama", agrees=True)
-    projection, gain = torch.eye(HIDDEN, 2 * HIDDEN), torch.ones(HIDDEN)
+    projection = torch.eye(HIDDEN, 2 * HIDDEN)
+    gain = torch.ones(HIDDEN)
     generator = torch.Generator().manual_seed(5)
     gain[-8:] = 0.0
     projection[:, -8:] = 3 * torch.randn(HIDDEN, 8, generator=generator)
@@ -122,7 +159,9 @@ def test_validation_finds_what_the_module_feeds_back(tmp_path: Path, caplog: pyt
 
 def test_the_default_is_the_module_of_the_targets_own_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    own, without, named = write_mtp(tmp_path / "a", "glm4_moe"), write_mtp(tmp_path / "b", "glm4_moe", modules=False), "none"
+    own = write_mtp(tmp_path / "a", "glm4_moe")
+    without = write_mtp(tmp_path / "b", "glm4_moe", modules=False)
+    named = "none"
     assert DraftHead("", "", own, has_default=True).method == "mtp"
     assert "drafts come from its own module" in caplog.text
     assert DraftHead("", "", without, has_default=True).method == "none"
