@@ -32,7 +32,7 @@ from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest
-from eyas.models.checkpoint import Checkpoint, resolve_placement
+from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement
 from eyas.models.generation_config import sampling_defaults
 from eyas.models.parallel.workers import RankInfo
 from eyas.progress import progress
@@ -85,7 +85,7 @@ class LLM:
         draft_model: folder or hub id of the draft head, or of another checkpoint that the method loads.
         method: how to draft; if only `draft_model` is given, the method that it is for. Without either, the target's own
             module for multi-token prediction drafts if its checkpoint has one; "none" decodes plainly.
-        dtype: "auto" takes the checkpoint's on a GPU and float32 on the CPU.
+        dtype: of the weights. "auto" takes the checkpoint's on a GPU and float32 on the CPU.
         device: "auto" takes CUDA where torch finds a GPU, else the CPU.
         validate_head: "auto" tries the plausible wirings of an EAGLE head and takes the best; "never" trusts its config.
         speculative_config: vLLM's way to name draft model, method and length of the drafts.
@@ -129,12 +129,13 @@ class LLM:
         self._tokenizer = load_tokenizer(tokenizer or model)  # before the weights, which take longer
         drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         device, dtype = resolve_placement(device, _dtype_name(dtype), checkpoint)
-        use_threads(threads, (device, dtype))
+        passes = pass_dtype(checkpoint, dtype, device, engine)
+        use_threads(threads, (device, passes))
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
         drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)
         head = DraftHead(drafts.draft_model, drafts.method, checkpoint, has_default=True)
         shape = drafts.tree or TreeConfig()
-        fuser = head.build_fuser(checkpoint, dtype, device)
+        fuser = head.build_fuser(checkpoint, passes, device)
         with progress(waits=True) as shown, ExitStack() as undo:
             shown.show(f"loading {model}")
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)
@@ -142,9 +143,9 @@ class LLM:
             target = load_model(checkpoint, fuser, dtype, device, engine, ranks)
             wiring, drafter = None, None
             if fuser is not None and validate_head == "auto" and ranks.size == 1:
-                wiring = head.resolve_wiring(target, fuser, checkpoint, dtype, device)
+                wiring = head.resolve_wiring(target, fuser, checkpoint, passes, device)
             if head.drafts:
-                drafter = head.build_drafter(checkpoint, dtype, device, shape, drafting, drafts.methods, wiring)
+                drafter = head.build_drafter(checkpoint, passes, device, shape, drafting, drafts.methods, wiring)
             levels = head.resolve_tree(shape)
             self.llm_engine: Engine = assemble_engine(target, fuser, engine, levels, drafter, ranks)
             undo.pop_all()

@@ -20,7 +20,7 @@ from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.registry import find_method
 from eyas.engine.build import assemble_engine
 from eyas.errors import MissingPackage
-from eyas.models.checkpoint import resolve_placement
+from eyas.models.checkpoint import pass_dtype
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.progress import Progress
@@ -140,13 +140,14 @@ class MethodsResults:
 
 def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     """Run every method on every prompt. Raises EyasError for models and prompts that cannot be used."""
-    use_threads(settings.threads, resolve_placement(settings.device, settings.dtype, settings.model))
+    passes = pass_dtype(settings.model, settings.dtype, settings.device, EngineConfig())
+    use_threads(settings.threads, (settings.device, passes))
     progress.show("loading models")
     prompts = load_tasks(settings)
     tasks, batches = [prompt.task for prompt in prompts], [[prompt.token_ids] for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     max_kv_tokens = longest + settings.max_tokens + settings.tree.num_draft_tokens + 64
-    target = load_target(settings.model, settings.dtype, settings.device)
+    target = load_target(settings.model, settings.dtype, settings.device, passes=passes)
     build = partial(_contender, settings, target, max_kv_tokens)
     timed = {PLAIN: build()} | {spec.name: build(spec) for spec in settings.methods}
     ranked = [spec for spec in settings.methods if find_method(spec.name).facts.has_probs]
@@ -183,7 +184,7 @@ def _contender(
     drafting: DraftingConfig | None = None,
 ) -> EngineContender:
     """Build an engine over the shared weights that collects the features its drafter needs; plain without a method."""
-    model, dtype, device, tree = settings.model, settings.dtype, settings.device, settings.tree
+    model, dtype, device, tree = settings.model, str(target.dtype).removeprefix("torch."), settings.device, settings.tree
     fuser, drafter = None, None
     if spec is not None:
         head = DraftHead(spec.draft_model, spec.name, model)

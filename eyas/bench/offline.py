@@ -40,7 +40,7 @@ from eyas.device.placement import use_threads
 from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
-from eyas.models.checkpoint import Checkpoint, resolve_placement
+from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
@@ -99,16 +99,17 @@ def load(settings: OfflineSettings) -> tuple[OfflineSettings, BenchParts]:
     target = Checkpoint(settings.model)
     head = DraftHead(settings.draft_model, settings.method, target)
     device, dtype = resolve_placement(settings.device, settings.dtype, target)
-    use_threads(settings.threads, (device, dtype))
+    passes = pass_dtype(target, dtype, device, EngineConfig())
+    use_threads(settings.threads, (device, passes))
     resolved = replace(settings, method=head.method, tree=head.resolve_tree(settings.tree))
     if not head.drafts:
-        return resolved, BenchParts(load_target(target, dtype, device), None, None)
-    fuser = head.build_fuser(target, dtype, device)
+        return resolved, BenchParts(load_target(target, dtype, device, passes=passes), None, None)
+    fuser = head.build_fuser(target, passes, device)
     # graphs take seconds to capture: none for noise that no draw has, nor for more sessions than there will be
     drafting = DraftingConfig(shared_noise=any(settings.temperatures), cuda_graph_max_batch=max(settings.batches))
-    drafter = head.build_drafter(target, dtype, device, settings.tree, drafting)
+    drafter = head.build_drafter(target, passes, device, settings.tree, drafting)
     layers = fuser.aux_hidden_state_layers if fuser else ()
-    return resolved, BenchParts(load_target(target, dtype, device, layers), fuser, drafter)
+    return resolved, BenchParts(load_target(target, dtype, device, layers, passes=passes), fuser, drafter)
 
 
 def engine_contenders(settings: OfflineSettings, parts: BenchParts, config: EngineConfig) -> Contenders:

@@ -231,7 +231,11 @@ TensorParallelSize = Annotated[
     int | None, typer.Option(help="Processes that share the weights, one on each GPU; by default one.")
 ]
 Quantization = Annotated[
-    str, typer.Option(help="How the checkpoint's weights are quantised, such as awq; another checkpoint is refused.")
+    str,
+    typer.Option(
+        help="How the checkpoint's weights are quantised, such as awq; another checkpoint is refused. int8 rounds plain "
+        "weights on a CPU."
+    ),
 ]
 ValidateHead = Annotated[
     str, typer.Option(help=f"Test at start that the draft head guesses better than chance: {_names(HeadValidation)}.")

@@ -10,6 +10,11 @@ from eyas.config.file_values import check_source, check_values, read_json
 from eyas.config.gguf_files import local_folder
 from eyas.errors import CheckpointError, ConfigError
 
+# The `engine.quantization` that rounds plain weights as they are loaded.
+INT8 = "int8"
+# Keys of config.json for the number of experts that rows are routed to.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 
 def check_target(source: str, engine: EngineConfig) -> None:
     """Check a target's config.json, and the engine's settings against it. A GGUF file is unpacked for that, once.
@@ -49,10 +54,19 @@ def quantisation(config: Any) -> str:
 def check_quantization(asked: str, config: Mapping[str, Any], source: str) -> None:
     """Raise ConfigError for weights that are not quantised as `engine.quantization` says; empty takes any."""
     found = quantisation(config)
-    if asked and asked != found:
+    if asked == INT8:
+        text = config.get("text_config")
+        sizes = {**config, **text} if isinstance(text, dict) else config
+        has_experts = any(sizes.get(name) for name in EXPERT_COUNTS)
+        if found or has_experts:
+            reason = f"are quantised by {found} already" if found else "are partly of experts"
+            raise ConfigError(
+                f"quantization is 'int8', which rounds plain weights, but those of {source!r} {reason}; leave it out"
+            )
+    elif asked and asked != found:
         raise ConfigError(
             f"quantization is {asked!r}, but the weights of {source!r} are {f'quantised by {found}' if found else 'plain'}; "
-            f"Eyas serves weights as the checkpoint has them: take a checkpoint quantised by {asked}, or leave it out"
+            f"take a checkpoint quantised by {asked}, leave it out, or on a CPU set it to int8, which rounds plain weights"
         )
 
 

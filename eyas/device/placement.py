@@ -11,6 +11,7 @@ import torch
 
 from eyas.config import Dtype
 from eyas.device.host import has_numba, has_triton, num_cores
+from eyas.device.processor import multiplies_and_adds
 from eyas.errors import ConfigError, install_command
 
 # Cores up to which one thread of torch is the default: its own threads gain nothing there. More were not measured.
@@ -60,6 +61,20 @@ def threads_for(count: int, *placements: tuple[str, str]) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def check_int8(device: str, num_ranks: int) -> None:
+    """Raises ConfigError where no kernel multiplies by weights of 8 bits: beside one thread of a CPU, and for ranks."""
+    if device.partition(":")[0] != "cpu":
+        reason = f"device is {device}; on a GPU, serve a checkpoint that is quantised, by fp8 for example"
+    elif num_ranks > 1:
+        reason = f"tensor_parallel_size is {num_ranks}; set it to 1"
+    elif not multiplies_and_adds():
+        reason = "this processor lacks AVX2 and FMA; leave it out"
+    else:
+        reason = why_uncompiled()
+    if reason:
+        raise ConfigError(f"quantization is 'int8', which is for the compiled kernels of a CPU: {reason}")
 
 
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")

@@ -11,9 +11,10 @@ import torch
 
 from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
-from eyas.config.target_limits import check_quantization
+from eyas.config.target_limits import INT8, check_quantization
 from eyas.device.host import report_phase
 from eyas.device.memory import explain_out_of_memory, to_huge_pages
+from eyas.device.placement import check_int8
 from eyas.drafters.base import Drafter
 from eyas.emulation.device import Clock, EmulatedBackend, emulated_device
 from eyas.engine.budget.measuring import build_draft_budget, cost_clock, has_gpu
@@ -29,7 +30,7 @@ from eyas.models.backends.base import BackendPlan, ForwardBackend
 from eyas.models.backends.cpu import share_layers
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
 from eyas.models.backends.pass_memory import reserved_bytes
-from eyas.models.checkpoint import CheckpointSource, context_length, open_checkpoint
+from eyas.models.checkpoint import CheckpointSource, context_length, open_checkpoint, pass_dtype
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.layers.attention import kv_sources
 from eyas.models.loading import check_tensor_parallel, load_target
@@ -66,7 +67,11 @@ def load_model(
     if engine.quantization:
         check_quantization(engine.quantization, target.config, target.path)
     with explain_out_of_memory(f"no memory for the weights of {target.path!r}", device, FOR_WEIGHTS):
-        return load_target(target, dtype, device, layers, engine.max_model_len, shard)
+        passes = pass_dtype(target, dtype, device, engine)
+        if engine.quantization == INT8:
+            check_int8(device, engine.tensor_parallel_size)
+            dtype = INT8
+        return load_target(target, dtype, device, layers, engine.max_model_len, shard, passes)
 
 
 def assemble_engine(

@@ -65,8 +65,6 @@ class BatchInvariantRunner(ModelRunner):
 
     def _why_alone(self) -> str:
         """Return why the kernels of the CPU do not keep batches, and what to do."""
-        if self.target.dtype != torch.float32:
-            return f"dtype is {str(self.target.dtype).removeprefix('torch.')}; set it to float32 or auto"
         if reason := why_uncompiled():
             return reason
         if self.kv_cache.is_narrow:

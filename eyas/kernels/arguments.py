@@ -217,8 +217,12 @@ class RowKeys(NamedTuple):
         )
 
 
-# Outputs in a block of a float16 layout.
+# Outputs in a block of a weight that the kernels of the CPU multiply by.
 BLOCK_OUTPUTS = 16
+# How such a weight is stored: as float32, as float16, or as integers of 8 bits.
+FLOATS, HALVES, BYTES = range(3)
+# Rows of a block of 8-bit integers that hold the float32 scales of its outputs, behind the rows of the inputs.
+SCALE_INPUTS = 4
 
 
 # Rows and columns of a weight that a kernel multiplies at once, at most: one scale must cover them.

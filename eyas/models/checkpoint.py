@@ -25,11 +25,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from eyas.config import Dtype
+from eyas.config import Dtype, EngineConfig
 from eyas.config.file_values import check_source, check_values, read_json, shown
 from eyas.config.gguf_files import local_folder
-from eyas.config.target_limits import check_context, quantisation
+from eyas.config.target_limits import EXPERT_COUNTS, INT8, check_context, quantisation
 from eyas.device.placement import DTYPES
+from eyas.device.processor import multiplies_halves
 from eyas.errors import CheckpointError, EyasError
 from eyas.kernels.arguments import KVScales
 
@@ -595,6 +596,23 @@ def context_length(config: Any, max_model_len: int, name: str) -> int:
     limit = int(config.get_text_config().max_position_embeddings)
     check_context(max_model_len, limit, name)
     return max_model_len or limit
+
+
+def pass_dtype(target: CheckpointSource, dtype: str, device: str, engine: EngineConfig) -> str:
+    """Return the dtype that passes over weights of `dtype` compute in. `auto` must have been resolved.
+
+    On a CPU that is float32 for `engine.quantization` INT8, for deterministic mode, and where the processor has no
+    instructions for a half precision: kernels read the weights in as many bytes, and a row does not depend on the other rows
+    (docs/decisions/0050-half-weights.md). Experts are no weights that kernels read, so a model with experts computes in the
+    dtype of its weights, as ranks do.
+    """
+    if dtype == "float32" or device.partition(":")[0] != "cpu" or engine.tensor_parallel_size > 1:
+        return dtype
+    if engine.quantization == INT8:
+        return "float32"
+    if any(open_checkpoint(target).text_config.get(name) for name in EXPERT_COUNTS):
+        return dtype
+    return "float32" if engine.deterministic or not multiplies_halves(dtype) else dtype
 
 
 def resolve_placement(device: str, dtype: str, target: CheckpointSource) -> tuple[str, Dtype]:

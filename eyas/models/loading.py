@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import KVCache
 from eyas.config.file_values import shown
 from eyas.config.mtp_layouts import find_modules
-from eyas.config.target_limits import check_ranks, quantisation
+from eyas.config.target_limits import INT8, check_ranks, quantisation
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
 from eyas.models.backends.packed_weights import (
@@ -81,17 +81,20 @@ def load_target(
     aux_hidden_state_layers: Sequence[int] = (),
     max_model_len: int = 0,
     shard: Shard | None = None,
+    passes: str = "",
 ) -> TargetModel:
     """Load a causal LM from a folder or hub id. Raises CheckpointError for missing weights.
 
     Args:
+        dtype: of the weights. INT8 rounds those of linear layers to 8 bits, see `check_int8`.
         max_model_len: tokens that rotary tables must serve; 0 takes the model's.
         shard: this process's part of the weights, if other ranks hold the rest; all ranks must load at the same time.
             Before any weight is read, raises CheckpointError for an architecture that is not supported, and ConfigError for
             a max_model_len above the model's.
+        passes: the dtype that passes compute in; empty takes that of the weights, see `pass_dtype`.
     """
     register_attention()
-    check_device(dtype, device)
+    check_device(passes or dtype, device)
     checkpoint = open_checkpoint(source)
     check_quantisation(checkpoint.config, checkpoint.path, device)
     config = read_model_config(checkpoint)
@@ -103,9 +106,11 @@ def load_target(
     names = stored_names(config, checkpoint, architecture.tensors)
     _check_shapes(architecture.tensors, config, checkpoint, names)
     ends = end_tokens(checkpoint.folder, config)
-    model = _load_parts(config, checkpoint, dtype, device, shard, [heads for heads, _ in shapes], names)
+    computed, to_bytes = getattr(torch, passes or dtype), dtype == INT8
+    files = WeightFiles(checkpoint, computed if to_bytes else getattr(torch, dtype), device, names.own if names else None)
+    model = _load_parts(config, files, computed, to_bytes, shard, [heads for heads, _ in shapes])
     if model is None:
-        model = _load_weights(config, checkpoint, dtype, names)
+        model = _load_weights(config, checkpoint, computed, names)
         if shard is not None:
             shard_model(model, shard, [heads for heads, _ in shapes])
     model.name_or_path = checkpoint.path
@@ -114,7 +119,7 @@ def load_target(
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
-    adapt_model(target.model, target.dtype, longest)
+    adapt_model(target.model, target.dtype, longest, to_bytes)
     logits = _check_attention(target)
     _check_rows(target)
     _fuse(target, logits)
@@ -172,11 +177,14 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
         unfuse_layers(target.model)
 
 
-def adapt_model(model: Any, dtype: torch.dtype, max_model_len: int) -> None:
-    """Change what transformers' model does, where packed rows over token slots or exact logits need it."""
+def adapt_model(model: Any, dtype: torch.dtype, max_model_len: int, to_bytes: bool = False) -> None:
+    """Change what transformers' model does, where packed rows over token slots or exact logits need it.
+
+    to_bytes: see `optimize_for_cpu`.
+    """
     drop_padding(model.config)
     pin_rotary(model, max_model_len)
-    optimize_for_cpu(model, dtype)
+    optimize_for_cpu(model, dtype, to_bytes)
     use_float32_head(model)
 
 
@@ -324,32 +332,26 @@ def _check_shapes(
 
 
 def _load_parts(
-    config: Any,
-    checkpoint: Checkpoint,
-    dtype: str,
-    device: str,
-    shard: Shard | None,
-    kv_heads: Sequence[int],
-    stored: StoredNames | None,
+    config: Any, files: WeightFiles, passes: torch.dtype, to_bytes: bool, shard: Shard | None, kv_heads: Sequence[int]
 ) -> Any | None:
     """Return transformers' model whose weights are read from the files one by one: a rank's part of them, or all for the
     CPU, where they are packed. None for a whole model on another device, and where the files cannot be read in parts.
+
+    passes: the dtype that the model computes in.
     """
-    if shard is None and device != "cpu":
+    if shard is None and files.device != "cpu":
         return None
-    weights = getattr(torch, dtype)
-    make_model = partial(auto_class(config).from_config, config, dtype=weights, attn_implementation=ATTENTION_NAME)
-    files = WeightFiles(checkpoint, weights, device, stored.own if stored else None)
+    make_model = partial(auto_class(config).from_config, config, dtype=passes, attn_implementation=ATTENTION_NAME)
     if shard is None:
-        model = _load_packed(make_model, files)
-    elif (model := load_shard(make_model, files, torch.device(device), shard, kv_heads)) is None:
-        log.warning("%s: each rank reads all weights into memory before it takes its part", checkpoint.folder)
+        model = _load_packed(make_model, files, passes, to_bytes)
+    elif (model := load_shard(make_model, files, torch.device(files.device), shard, kv_heads)) is None:
+        log.warning("%s: each rank reads all weights into memory before it takes its part", files.folder)
     else:
         log.info("rank %d of %d has read %.2f GiB of weights", shard.rank, shard.size, files.bytes_read / 2**30)
     return model
 
 
-def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | None:
+def _load_packed(make_model: Callable[[], Any], files: WeightFiles, passes: torch.dtype, to_bytes: bool) -> Any | None:
     """Return a causal LM on the CPU that is packed straight from the files; None as `weightless_model`."""
     found = weightless_model(make_model, files)
     if found is None:
@@ -362,19 +364,19 @@ def _load_packed(make_model: Callable[[], Any], files: WeightFiles) -> Any | Non
         setattr(model.get_submodule(path), key, nn.Parameter(stored, requires_grad=False))
     tie_head(model, names)
     _warn_of_unused(files.names - set(names.values()) - {LM_HEAD}, files.folder, model.config)
-    optimize_for_cpu(model, files.dtype)
-    copy_stored_weights(model, files.dtype)
+    optimize_for_cpu(model, passes, to_bytes)
+    copy_stored_weights(model, passes)
     return model
 
 
-def _load_weights(config: Any, checkpoint: Checkpoint, dtype: str, names: StoredNames | None) -> Any:
+def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names: StoredNames | None) -> Any:
     """Return transformers' model with all of its weights. names: see `stored_names`."""
     from transformers import GenerationConfig
 
     no_defaults: Any = GenerationConfig
     with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), quiet_transformers():
         model, report = auto_class(config).from_pretrained(
-            checkpoint.folder, config=config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME,
+            checkpoint.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
             key_mapping=names.key_mapping if names else None,
         )  # fmt: skip

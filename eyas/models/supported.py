@@ -25,7 +25,6 @@ SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap"}
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position", "logits_to_keep"}
 MAX_LAYERS_NAMED = 8
 OWN_CODE = "attention code of its own for them"
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)

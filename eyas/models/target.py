@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache
+from eyas.config.target_limits import EXPERT_COUNTS
 from eyas.errors import CheckpointError, ConfigError
 from eyas.kernels.arguments import KVScales
 from eyas.models.backends.packed_weights import (
@@ -33,7 +34,7 @@ from eyas.models.parallel.shards import (
     shares_vocabulary,
     splits_heads,
 )
-from eyas.models.supported import EXPERT_COUNTS, measure_kv_shapes
+from eyas.models.supported import measure_kv_shapes
 
 # What `forward` gives to attention through the model's layers.
 PASS_ARGUMENTS = ("packed", "kv_cache")

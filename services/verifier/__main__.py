@@ -20,6 +20,7 @@ import torch
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES
 from eyas.config import DraftingConfig, EngineConfig, VerifierConfig
+from eyas.config.target_limits import INT8
 from eyas.device.placement import runs_compiled, use_threads
 from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.draft_head import DraftHead
@@ -27,7 +28,7 @@ from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_worker
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
-from eyas.models.checkpoint import Checkpoint, resolve_placement, target_fingerprint
+from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement, target_fingerprint
 from eyas.models.generation_config import sampling_defaults
 from eyas.models.parallel.workers import RankInfo, TargetWorkers
 from eyas.protocol.commit import Proposal
@@ -63,7 +64,7 @@ log = logging.getLogger(__name__)
 async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> None:
     """Load the target and serve it until the runner stops it. A rank other than 0 computes for rank 0."""
     device, dtype = resolve_placement(config.device, config.dtype, config.model)
-    use_threads(config.threads, (device, dtype))
+    use_threads(config.threads, (device, pass_dtype(config.model, dtype, device, config.engine)))
     config = replace(config, device=device, dtype=dtype)
     info = rank_info(config)
     if info.rank > 0:
@@ -140,10 +141,13 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
     """
     engine, device = config.engine, config.device.partition(":")[0]
     pattern = engine.json_whitespace_pattern
+    passes = pass_dtype(config.model, config.dtype, config.device, engine)
     kernels = ["compiled products"] if runs_compiled(torch.device(device)) else []
     parts: tuple[object, ...] = (
         *(config.dtype, KV_CACHE_DTYPES.get(engine.kv_cache_dtype), engine.acceptance, engine.deterministic),
         *([] if device == "cuda" else [device, *kernels]),
+        *([] if passes == config.dtype else [f"passes in {passes}"]),
+        *([] if engine.quantization != INT8 else [INT8]),
         *([] if engine.tensor_parallel_size == 1 else [f"{engine.tensor_parallel_size} ranks"]),
         *([] if pattern == EngineConfig.json_whitespace_pattern else [f"JSON whitespace {pattern!r}"]),
     )
@@ -160,7 +164,8 @@ def load_engine(
 ) -> tuple[Engine, DraftPool | None]:
     """Return the engine, and the pool of its draft services; None for a verifier that takes no drafts, or drafts itself."""
     proposal: Proposal = "sampled" if config.engine.acceptance == "rejection" else "deterministic"
-    fuser = head.build_fuser(target, config.dtype, config.device)
+    dtype = pass_dtype(target, config.dtype, config.device, config.engine)
+    fuser = head.build_fuser(target, dtype, config.device)
     needs = DrafterNeeds(features=fuser is not None, samples=True)
     takes_drafts = head.drafts and not config.drafts_itself
     pool = DraftPool(config.draft_client, needs, proposal, target_info, peers) if takes_drafts else None
@@ -168,9 +173,9 @@ def load_engine(
     model = load_model(target, fuser, config.dtype, config.device, config.engine, workers)
     if config.drafts_itself:
         own = DraftHead("", head.method)
-        drafter = own.build_drafter(target, config.dtype, config.device, config.tree, DraftingConfig(), config.methods)
+        drafter = own.build_drafter(target, dtype, config.device, config.tree, DraftingConfig(), config.methods)
     if fuser is not None and config.validate_head == "auto" and workers.size == 1:
-        head.resolve_wiring(model, fuser, target, config.dtype, config.device)
+        head.resolve_wiring(model, fuser, target, dtype, config.device)
     tree = head.resolve_tree(config.tree)
     assembled = assemble_engine(model, fuser, config.engine, tree, drafter, workers)
     log.info("loading the tokenizer for structured outputs")

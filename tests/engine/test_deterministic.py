@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
 from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
@@ -85,15 +87,10 @@ def test_chunks_and_trees_change_no_bit(name: str, dtype: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_threads", "reason"),
-    [
-        ("bfloat16", 1, "dtype is bfloat16; set it to float32 or auto"),
-        ("float32", 3, "torch has 3 threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"),
-        ("float32", 1, ""),
-    ],
+    ("num_threads", "reason"),
+    [(3, "torch has 3 threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"), (1, "")],
 )
 def test_a_mode_without_batches_says_why(
-    dtype: str,
     num_threads: int,
     reason: str,
     tmp_path: Path,
@@ -101,21 +98,23 @@ def test_a_mode_without_batches_says_why(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pytest.importorskip("numba", reason="numba is not installed")
-    target = load_family(tmp_path, "llama-3", dtype)
+    target = load_family(tmp_path, "llama-3", "float32")
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
     assert runner_of(target).keeps_batches == (not reason)
     slow = f"deterministic mode runs each sequence by itself, in passes of {ROWS} rows, which is slow: {reason}"
     assert caplog.messages[-1:] == [slow] * bool(reason)
 
 
-@pytest.mark.parametrize("stored", ["bfloat16", "float32"])
+@pytest.mark.parametrize(("stored", "dtype"), [("bfloat16", "float32"), ("float32", "float32"), ("float32", "bfloat16")])
 @pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
-def test_the_cpu_keeps_batches_and_bits(name: str, stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_keeps_batches_and_bits(
+    name: str, stored: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights that float16 holds and others; a vocabulary that is no multiple of a block."""
     pytest.importorskip("numba", reason="numba is not installed")
     kind, settings = FAMILIES[name]
     config = config_of(kind, **settings | {"vocab_size": VOCAB + 3})
-    target = load_target(write_model(tmp_path, config, getattr(torch, stored)), "float32")
+    target = load_target(write_model(tmp_path, config, getattr(torch, stored)), dtype, passes="float32")
     runner, slots = runner_of(target), np.random.default_rng(1).permutation(400)
     assert runner.keeps_batches
     prompt = np.random.default_rng(0).integers(3, 48, 80).tolist()
@@ -145,9 +144,29 @@ def test_the_fixed_runner_agrees_with_the_fast_one(name: str, tmp_path: Path) ->
     torch.testing.assert_close(tree_logits(fixed, TREE, PROMPT, slots), expected, atol=1e-4, rtol=1e-4)
 
 
+def test_bfloat16_weights_are_rounded_once(tmp_path: Path) -> None:
+    """The mode computes what a checkpoint of such weights gives in float32, and keeps them in two bytes."""
+    pytest.importorskip("numba", reason="numba is not installed")
+    kind, settings = FAMILIES["llama-3"]
+    config = config_of(kind, **settings)
+    folder = write_model(tmp_path / "own", config, torch.float32)
+    narrow = load_target(folder, "bfloat16", passes="float32")
+    rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    rounded.save_pretrained(tmp_path / "rounded")
+    wide = load_target(str(tmp_path / "rounded"), "float32")
+    slots = np.random.default_rng(1).permutation(400)
+    assert torch.equal(*(prefill(runner_of(each), PROMPT, slots, ()) for each in (narrow, wide)))
+    assert sizes_of(narrow.model) == sizes_of(wide.model)
+    assert sum(sizes_of(narrow.model)) < 0.6 * sum(sizes_of(load_target(folder, "float32").model))
+
+
+def sizes_of(model: nn.Module) -> list[int]:
+    return [tensor.nbytes for tensor in (*model.parameters(), *model.buffers())]
+
+
 @pytest.mark.slow
 def test_a_bfloat16_batch_is_equal_with_and_without_drafter() -> None:
-    """Greedy and sampled requests in turn."""
+    """Greedy and sampled requests in turn, in passes of bfloat16, as a model on CUDA without fused layers has them."""
     target_folder, head = str(DEMO / "target"), str(DEMO / "eagle3")
     fuser, tree = load_fuser(head, target_folder, "bfloat16"), TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
     target = load_target(target_folder, "bfloat16", aux_hidden_state_layers=fuser.aux_hidden_state_layers)

@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.device.placement import use_threads
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
-from eyas.models.checkpoint import resolve_placement
+from eyas.models.checkpoint import pass_dtype, resolve_placement
 from eyas.models.loading import load_target
 from tests.support.tiny import DEMO, write_head
 
@@ -144,6 +145,34 @@ def test_auto_takes_the_gpu_and_the_dtype_of_the_checkpoint(monkeypatch: pytest.
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert resolve_placement("auto", "auto", str(tmp_path)) == ("cuda", dtype)
     assert resolve_placement("cpu", "auto", str(tmp_path)) == ("cpu", "float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_units", "passes"),
+    [
+        ({}, False, "float32"),
+        ({}, True, "bfloat16"),
+        ({"engine": EngineConfig(deterministic=True)}, True, "float32"),
+        ({"engine": EngineConfig(tensor_parallel_size=2)}, False, "bfloat16"),
+        ({"device": "cuda:1", "engine": EngineConfig(deterministic=True)}, False, "bfloat16"),
+        ({"experts": 4}, False, "bfloat16"),
+    ],
+)
+def test_half_weights_are_multiplied_in_float32(
+    settings: dict[str, Any], has_units: bool, passes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("eyas.models.checkpoint.multiplies_halves", lambda _: has_units)
+    (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": settings.get("experts", 0)}))
+    device, engine = settings.get("device", "cpu"), settings.get("engine", EngineConfig())
+    assert pass_dtype(str(tmp_path), "bfloat16", device, engine) == passes
+    assert pass_dtype(str(tmp_path), "float32", device, engine) == "float32"
+
+
+def test_bfloat16_weights_keep_the_output_equal() -> None:
+    engine = EngineConfig(max_kv_tokens=512, deterministic=True)
+    params = [replace(GREEDY, temperature=temperature, seed=3) for temperature in (0, 0.8)]
+    plain, drafted = (LLM(TARGET, dtype="bfloat16", engine=engine, draft_model=head) for head in ("", HEAD))
+    assert texts(plain.generate(PROMPTS, params)) == texts(drafted.generate(PROMPTS, params))
 
 
 def test_streamed_pieces_join_to_the_whole_output(plain_llm: LLM, eagle3_llm: LLM) -> None:

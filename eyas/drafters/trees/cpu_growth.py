@@ -129,7 +129,7 @@ class CompiledGrowth:
         self._product, self._markov = product, kernels.MarkovBias()  # the former owns the weight
         if embedding is not None and product is not None:
             rows, weight = embedding.detach().contiguous().numpy(), product.weight
-            self._markov = kernels.MarkovBias(rows, weight.layout.data_ptr(), weight.is_half, 1.0 / product.scale)
+            self._markov = kernels.MarkovBias(rows, weight.layout.data_ptr(), weight.stored, 1.0 / product.scale)
 
     def trees(
         self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int

@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import boolean, float32, float64, int64, types
+from numba import float32, float64, int64, types
 
-from eyas.kernels.arguments import BLOCK_OUTPUTS
+from eyas.kernels.arguments import BLOCK_OUTPUTS, FLOATS
 from eyas.kernels.cpu.compiling import compile_all, kernel
 from eyas.kernels.cpu.products import multiply_weight, num_blocks_of
 from eyas.kernels.cpu.sampling import BLOCK, best_of, real_word, shared_noise, shifted_scores
@@ -27,13 +27,13 @@ class MarkovBias(NamedTuple):
 
     Attributes:
         embedding: [V, r], or [0, 0] without a head.
-        address, is_half: of the weight [D, r], see `multiply_weight`.
+        address, stored: of the weight [D, r], see `multiply_weight`.
         unscale: what its products are multiplied by.
     """
 
     embedding: npt.NDArray[np.float32] = NO_EMBEDDING
     address: int = 0
-    is_half: bool = False
+    stored: int = FLOATS
     unscale: float = 1.0
 
 
@@ -86,7 +86,7 @@ def _grow_tree(logits, markov, root, draft_ids, noise, by, limit, depth, k, scor
         if rank and width:
             for w in range(width):
                 latents[w] = markov.embedding[draft_ids[tokens[frontier[w]]] if level else root]
-            multiply_weight(latents[:width], markov.address, markov.is_half, biased[:width])
+            multiply_weight(latents[:width], markov.address, markov.stored, biased[:width])
             for w in range(width):
                 for i in range(size):
                     biased[w, i] = biased[w, i] * np.float32(markov.unscale) + logits[level, i]
@@ -201,7 +201,7 @@ NO_NOISE_ROWS = np.zeros((0, 0), np.float32)
 def compile_kernels() -> None:
     """Compile the kernels of growth, once for each installation; other processes and later ones load the result."""
     rows, cube, ids, words = float32[:, ::1], float32[:, :, ::1], int64[::1], int64[:, ::1]
-    markov = types.NamedTuple([rows, int64, boolean, float64], MarkovBias)
+    markov = types.NamedTuple([rows, int64, int64, float64], MarkovBias)
     compile_all(
         {
             shared_noise: (words, ids, cube),

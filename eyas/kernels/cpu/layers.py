@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numba import boolean, carray, float32, float64, int64, types
 from numba.extending import intrinsic
 
-from eyas.device.transfer import Bools, Floats, Ints
+from eyas.device.transfer import Floats, Ints
 from eyas.kernels.arguments import BLOCK_OUTPUTS, KeptStates, RowKeys
 from eyas.kernels.cpu.compiling import compile_all, kernel
 from eyas.kernels.cpu.products import (
@@ -362,7 +362,7 @@ class LayerStack(NamedTuple):
 
     Attributes:
         weights: their addresses [M, E].
-        halves: which of them are float16, not float32 [M, E].
+        stored: FLOATS, HALVES or BYTES for each [M, E].
         scales: what to multiply the products by [M, E].
         biases: of the first product [M, N], or [M, 0].
         norms: factors of the norms before the MLP and before the next layer [M, 2, C].
@@ -376,7 +376,7 @@ class LayerStack(NamedTuple):
     """
 
     weights: Ints
-    halves: Bools
+    stored: Ints
     scales: npt.NDArray[np.float64]
     biases: Floats
     norms: Floats
@@ -417,11 +417,11 @@ def run_layers(
     delta, left, phase = memory[d:e].reshape(num_rows, -1), inputs, 0
     qkv, heads = flat.reshape(num_rows, -1, head_width), attended.reshape(num_rows, num_heads, head_width)
     for n in range(len(stack.weights)):
-        weights, halves, by, eps = stack.weights[n], stack.halves[n], stack.scales[n], stack.eps[n]
+        weights, stored, by, eps = stack.weights[n], stack.stored[n], stack.scales[n], stack.eps[n]
         norms, before_norms = stack.norms[n], stack.delta_norms[n]
         own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
         # multiply_shared is true in the last thread alone: it works between two products; the others wait for a part more.
-        if multiply_shared(left, weights[0], halves[0], flat, tickets, phase, num_parts):
+        if multiply_shared(left, weights[0], stored[0], flat, tickets, phase, num_parts):
             for i in range(len(kept.layers)):
                 if kept.layers[i] == n:
                     for r in range(num_rows):
@@ -438,15 +438,15 @@ def run_layers(
         _attend_shared(
             qkv, num_kv, own_keys, own_values, keys, scaling, window, softcap, heads, tickets, phase + 1, num_parts > 1
         )
-        if multiply_shared(attended, weights[1], halves[1], delta, tickets, phase + 2, num_parts):
+        if multiply_shared(attended, weights[1], stored[1], delta, tickets, phase + 2, num_parts):
             add_norm(state, delta, by[1], before_norms[0], eps[2], norms[0], eps[0], normed)
             finish_part(tickets, phase + 2)
         wait_for_parts(tickets, phase + 2, num_parts + 1)
-        if multiply_shared(normed, weights[2], halves[2], gate_up, tickets, phase + 3, num_parts):
+        if multiply_shared(normed, weights[2], stored[2], gate_up, tickets, phase + 3, num_parts):
             gate(gate_up, by[2], stack.is_silu, gated)
             finish_part(tickets, phase + 3)
         wait_for_parts(tickets, phase + 3, num_parts + 1)
-        if multiply_shared(gated, weights[3], halves[3], delta, tickets, phase + 4, num_parts):
+        if multiply_shared(gated, weights[3], stored[3], delta, tickets, phase + 4, num_parts):
             add_norm(state, delta, by[3], before_norms[1], eps[3], norms[1], eps[1], normed)
             finish_part(tickets, phase + 4)
         wait_for_parts(tickets, phase + 4, num_parts + 1)
@@ -471,8 +471,8 @@ def compile_kernels() -> None:
             ),
             top_k: (rows, rows, int64[:, ::1]),
             draw_rows: (rows, ids, ids, row, ids),
-            multiply_weight: (rows, int64, boolean, rows),
-            multiply_together: (rows, int64, boolean, rows, ids, int64),
+            multiply_weight: (rows, int64, int64, rows),
+            multiply_together: (rows, int64, int64, rows, ids, int64),
             run_layers: (
                 *(_type_of(LayerStack), rows, rows, rows, heads, heads, ids, int64[:, ::1], int64, ids),
                 *(_type_of(RowKeys), _type_of(KeptStates), row, ids, int64),
@@ -487,7 +487,7 @@ def _type_of(kind: type[LayerStack] | type[RowKeys] | type[KeptStates]) -> Any:
     fields: dict[str, Any] = {
         "weights": int64[:, ::1], "scales": row, "eps": row, "biases": float32[:, ::1], "norms": cube, "delta_norms": cube,
         "head_norms": cube, "scaling": float64, "softcap": float64, "is_silu": boolean, "visible": boolean[::1],
-        "halves": boolean[:, ::1],
+        "stored": int64[:, ::1],
         "states": float32[:, ::1],
     }  # fmt: skip
     return types.NamedTuple([fields.get(name, ids) for name in kind._fields], kind)

@@ -1,8 +1,8 @@
 """Products on the CPU, and how threads share them (docs/decisions/0038-compiled-cpu.md).
 
-Weights are float16, rows are float32. numba compiles no loop so that a tile of sums stays in registers. So `_Tile`
-emits the tile itself: each step loads a row of some blocks of the weight, converts it, and adds its products with one
-number of each row.
+Weights are float16, float32 or integers of 8 bits, rows are float32. numba compiles no loop so that a tile of sums stays in
+registers. So `_Tile` emits the tile itself: each step loads a row of some blocks of the weight, converts it, and adds its
+products with one number of each row.
 
     sums of 16 rows, 1 block    [16 x 16]  +=  rows[:, k] times weight[block, k]        k = 0, 1, ... K - 1
     sums of 1 row, 8 blocks     [1 x 128]
@@ -36,7 +36,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from eyas.device.transfer import Ints
-from eyas.kernels.arguments import BLOCK_OUTPUTS
+from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, FLOATS, HALVES, SCALE_INPUTS
 from eyas.kernels.cpu.compiling import kernel
 
 # Blocks of a tile by its rows. Its sums, and what they are made of, fit into the registers.
@@ -57,6 +57,7 @@ FAILED = 1 << 62
 
 _INT, _FLOAT, _HALF = ir.IntType(64), ir.FloatType(), ir.HalfType()
 _FLOATS, _HALVES = ir.VectorType(_FLOAT, BLOCK_OUTPUTS), ir.VectorType(_HALF, BLOCK_OUTPUTS)
+_BYTES = ir.VectorType(ir.IntType(8), BLOCK_OUTPUTS)
 
 
 @kernel()
@@ -66,26 +67,29 @@ def num_blocks_of(count):
 
 
 @kernel(error_model="numpy")
-def multiply_weight(left, address, is_half, out):
+def multiply_weight(left, address, stored, out):
     """Multiply rows left [R, K] by the transposed weight [N, K], to out [R, N]; N is a multiple of BLOCK_OUTPUTS.
 
     Args:
         address: of the weight as `packed_weights.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
-        is_half: whether it is float16, not float32.
+        stored: FLOATS, HALVES or BYTES; BYTES have SCALE_INPUTS more rows of a block, its scales.
     """
-    multiply_blocks(left, address, is_half, out, 0, out.shape[1] // BLOCK_OUTPUTS)
+    multiply_blocks(left, address, stored, out, 0, out.shape[1] // BLOCK_OUTPUTS)
 
 
 @kernel(error_model="numpy")
-def multiply_blocks(left, address, is_half, out, first_block, end_block):
+def multiply_blocks(left, address, stored, out, first_block, end_block):
     """Write the columns of `multiply_weight` that are made of some blocks of the weight."""
     num_rows, num_inputs = left.shape
-    rows, group = _spread_rows(left), max(GROUP_BYTES // ((2 if is_half else 4) * BLOCK_OUTPUTS * num_inputs), 8)
+    itemsize = 4 if stored == FLOATS else 2 if stored == HALVES else 1
+    rows, group = _spread_rows(left), max(GROUP_BYTES // (itemsize * BLOCK_OUTPUTS * num_inputs), 8)
     for start in range(first_block, end_block, group):
         first, count = 0, min(group, end_block - start)
         while first < num_rows:
-            if is_half:
+            if stored == HALVES:
                 first += _take_halves(rows, first, num_rows - first, num_inputs, address, start, count, out)
+            elif stored == BYTES:
+                first += _take_bytes(rows, first, num_rows - first, num_inputs, address, start, count, out)
             else:
                 first += _take_floats(rows, first, num_rows - first, num_inputs, address, start, count, out)
 
@@ -185,8 +189,11 @@ class _Tile:
             phi.add_incoming(later, loop)
         b.cbranch(b.icmp_signed("<", following, self.num_inputs), loop, end)
         b.position_at_end(end)
+        scales = self.scales(blocks)
         for r, totals in enumerate(added):
             for n, total in enumerate(totals):
+                if scales:
+                    total = b.fmul(total, scales[n])
                 place = b.add(b.mul(self.size, _INT(r)), b.mul(b.add(block, _INT(n)), _INT(BLOCK_OUTPUTS)))
                 b.store(total, b.bitcast(at(self.out, place), _FLOATS.as_pointer())).align = 4
 
@@ -194,6 +201,10 @@ class _Tile:
         """Return what `vectors` takes of blocks: here pointers to their first vectors."""
         b, vectors = self.builder, self.builder.inttoptr(self.right, self.LOADED.as_pointer())
         return [self._at(vectors, b.mul(self.num_inputs, number)) for number in numbers]
+
+    def scales(self, blocks: list[Any]) -> list[Any]:
+        """Return what to multiply the sums of each block by; nothing for numbers that have no scale."""
+        return []
 
     def vectors(self, blocks: list[Any], k: Any) -> list[Any]:
         """Return row k of blocks in float32."""
@@ -237,6 +248,29 @@ class _WeightTile(_Tile):
     LOADED = _FLOATS
 
 
+class _ByteTile(_Tile):
+    """A weight in blocks of 8-bit integers, each followed by the scales of its outputs: float32 [BLOCK_OUTPUTS]."""
+
+    LOADED = _BYTES
+
+    def blocks(self, numbers: list[Any]) -> list[Any]:
+        b, vectors = self.builder, self.builder.inttoptr(self.right, self.LOADED.as_pointer())
+        size = b.add(self.num_inputs, _INT(SCALE_INPUTS))
+        return [self._at(vectors, b.mul(size, number)) for number in numbers]
+
+    def scales(self, blocks: list[Any]) -> list[Any]:
+        b, found = self.builder, []
+        for block in blocks:
+            found.append(b.load(b.bitcast(self._at(block, self.num_inputs), _FLOATS.as_pointer())))
+            found[-1].align = 4
+        return found
+
+    def _loaded(self, pointer: Any) -> Any:
+        vector = self.builder.load(pointer)
+        vector.align = 1
+        return self.builder.sitofp(vector, _FLOATS)
+
+
 class _KeyTile(_WeightTile):
     """Keys in blocks of float32: few of them."""
 
@@ -258,8 +292,8 @@ class _PlacesTile(_KeyTile):
         return [self._loaded(self._at(row, number)) for number in blocks]
 
 
-_take_halves, _take_floats, _take_keys, _take_places = (
-    intrinsic(kind.take) for kind in (_Tile, _WeightTile, _KeyTile, _PlacesTile)
+_take_halves, _take_floats, _take_bytes, _take_keys, _take_places = (
+    intrinsic(kind.take) for kind in (_Tile, _WeightTile, _ByteTile, _KeyTile, _PlacesTile)
 )
 
 
@@ -395,22 +429,22 @@ def wait_for_parts(tickets, phase, count):
 
 
 @kernel(error_model="numpy")
-def multiply_shared(left, address, is_half, out, tickets, phase, num_parts):
+def multiply_shared(left, address, stored, out, tickets, phase, num_parts):
     """Run `multiply_weight` by all threads that call it. Returns whether this one has finished the last part."""
     num_blocks, is_last = out.shape[1] // BLOCK_OUTPUTS, False
     part = next_part(tickets, phase)
     while part < num_parts:
         first, end = num_blocks * part // num_parts, num_blocks * (part + 1) // num_parts
-        multiply_blocks(left, address, is_half, out, first, end)
+        multiply_blocks(left, address, stored, out, first, end)
         is_last = finish_part(tickets, phase) == num_parts
         part = next_part(tickets, phase)
     return is_last
 
 
 @kernel(error_model="numpy")
-def multiply_together(left, address, is_half, out, tickets, num_parts):
+def multiply_together(left, address, stored, out, tickets, num_parts):
     """Run `multiply_weight` by all threads that call it; each returns when all of it is done."""
-    multiply_shared(left, address, is_half, out, tickets, 0, num_parts)
+    multiply_shared(left, address, stored, out, tickets, 0, num_parts)
     wait_for_parts(tickets, 0, num_parts)
 
 

@@ -210,11 +210,11 @@ class CpuStack:
         factors = [[norm.factors if norm else NO_WEIGHT for norm in own[:4]] for own in norms]
         head_norms = [own[4].factors if own[4] else NO_ROWS for own in norms]
         self._kinds = np.array(kinds)
-        self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._products[0][3].weight.layout.shape[1]
+        self._sizes = heads.num_heads, heads.num_kv_heads, heads.width, self._products[0][3].weight.num_inputs
         # One array of each kind over all layers M, so that the kernel takes a handful of arguments.
         self.stack = LayerStack(
             weights=np.array([[product.weight.layout.data_ptr() for product in own] for own in self._products]),
-            halves=np.array([[product.weight.is_half for product in own] for own in self._products]),
+            stored=np.array([[product.weight.stored for product in own] for own in self._products]),
             scales=np.array([[product.by for product in layer.products] for layer in layers]),
             biases=np.stack([NO_WEIGHT if bias is None else bias.numpy() for bias in biases]),
             norms=np.stack([np.stack(own[:2]) for own in factors]),

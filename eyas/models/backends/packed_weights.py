@@ -9,12 +9,10 @@ multiply: for 8 to 64 rows oneDNN takes a half to a third of MKL's time, but on 
 from __future__ import annotations
 
 import math
-import platform
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
@@ -25,7 +23,8 @@ from torch import Tensor, nn
 from eyas.device.host import has_numba, keep_freed_memory
 from eyas.device.memory import to_huge_pages
 from eyas.device.placement import runs_compiled
-from eyas.kernels.arguments import BLOCK_OUTPUTS
+from eyas.device.processor import converts_halves, is_intel, multiplies_and_adds, multiplies_halves
+from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, FLOATS, HALVES, SCALE_INPUTS
 
 if TYPE_CHECKING:
     from eyas.kernels.cpu.products import Helpers
@@ -41,27 +40,30 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 WEIGHT_DTYPES = (torch.float32, *HALF_DTYPES)
 # Exponent of the largest weight of a float16 layout; float16 reaches 2**16.
 HALF_EXPONENT = 15
+# Largest integer of 8 bits that a weight is rounded to.
+LARGEST_BYTE = 127
 # Rows from which on threads share a pass. One row's takes as long as the last token's way to the client, on another core.
 MIN_SHARED_ROWS = 4
 # Layers that transformers calls one after the other on the same rows.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-PROCESSORS = Path("/proc/cpuinfo")
 
-
-def optimize_for_cpu(model: Any, dtype: torch.dtype | None = None) -> None:
+def optimize_for_cpu(model: Any, dtype: torch.dtype | None = None, to_bytes: bool = False) -> None:
     """Pack linear layers and move weights to huge pages. Weights on other devices stay as they are.
 
-    dtype: that a causal LM computes in, whatever dtypes its weights have. Layers of a half precision are packed only where
-    the processor has no instructions for it, but always the output head, which returns float32. None packs float32 layers.
+    Args:
+        dtype: that a causal LM computes in, whatever dtypes its weights have. Layers of a half precision are packed only
+            where the processor has no instructions for it, but always the output head, which returns float32. None packs
+            float32 layers.
+        to_bytes: round the weights to 8 bits, see `PackedWeight.rounded`.
     """
     if dtype is None:
         pack_weights(model)
     else:
         head = model.get_output_embeddings()
-        pack_weights(model, WEIGHT_DTYPES, head)  # the largest weight first, while no other one is there twice
-        if not _multiplies_halves(dtype):
-            pack_weights(model, WEIGHT_DTYPES)
+        pack_weights(model, WEIGHT_DTYPES, head, to_bytes)  # the largest weight first, while no other one is there twice
+        if not multiplies_halves(str(dtype).removeprefix("torch.")):
+            pack_weights(model, WEIGHT_DTYPES, to_bytes=to_bytes)
         if isinstance(head, PackedLinear):
             head.dtype = torch.float32
         for module in model.modules():
@@ -83,7 +85,10 @@ def copy_stored_weights(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def pack_weights(
-    model: nn.Module, dtypes: Sequence[torch.dtype] = (torch.float32,), within: nn.Module | None = None
+    model: nn.Module,
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    within: nn.Module | None = None,
+    to_bytes: bool = False,
 ) -> None:
     """Pack every plain linear layer on the CPU for what multiplies fastest, see `PackedWeight`. Others stay as they are.
     Without MKL and oneDNN nothing changes.
@@ -94,6 +99,7 @@ def pack_weights(
         model: the module whose embeddings may be tied to a layer.
         dtypes: of the weights that are packed.
         within: the part of the model whose layers are packed; None for all of it.
+        to_bytes: see `optimize_for_cpu`.
     """
     backend = torch.backends.mkl if is_intel() else torch.backends.mkldnn
     if not backend.is_available():
@@ -105,11 +111,11 @@ def pack_weights(
             siblings: list[Any] = [getattr(module, name, None) for name in names]
             can_pack = all(_can_pack(each, dtypes) for each in siblings)
             if can_pack and len({(each.weight.shape[1], each.weight.dtype) for each in siblings}) == 1:
-                _merge(siblings)
+                _merge(siblings, to_bytes)
     for layer in layers:
         if _can_pack(layer, dtypes):
             embedding = embeddings.get(id(layer.weight))
-            packed = _pack(layer)
+            packed = _pack(layer, to_bytes)
             if embedding is not None and not packed.layout.is_mkldnn:
                 _pack_embedding(embedding, packed, embedding.weight.dtype)
 
@@ -210,11 +216,12 @@ def _has_embedding(module: Any) -> TypeGuard[nn.Embedding]:
 
 
 @torch.no_grad()
-def _merge(siblings: Sequence[Any]) -> None:
+def _merge(siblings: Sequence[Any], to_bytes: bool) -> None:
     biases = [sibling.bias for sibling in siblings if sibling.bias is not None]
     if len(biases) not in (0, len(siblings)):
         return
-    product = PackedProduct(torch.cat([sibling.weight for sibling in siblings]), torch.cat(biases) if biases else None)
+    bias = torch.cat(biases) if biases else None
+    product = PackedProduct(torch.cat([sibling.weight for sibling in siblings]), bias, to_bytes)
     merged = MergedLinear(product, [len(sibling.weight) for sibling in siblings])
     # so that code which lists weights finds it
     siblings[0].register_buffer("packed", product.weight.layout, persistent=False)
@@ -225,8 +232,8 @@ def _merge(siblings: Sequence[Any]) -> None:
 
 
 @torch.no_grad()
-def _pack(module: Any) -> PackedWeight:
-    product = PackedProduct(module.weight.detach(), module.bias)
+def _pack(module: Any, to_bytes: bool) -> PackedWeight:
+    product = PackedProduct(module.weight.detach(), module.bias, to_bytes)
     module.register_buffer("packed", product.weight.layout, persistent=False)
     del module.weight
     module.__class__ = PackedLinear
@@ -252,19 +259,14 @@ def _pack_embedding(module: Any, weight: PackedWeight, dtype: torch.dtype) -> No
         module.__class__ = kind
 
 
-@cache
-def is_intel() -> bool:
-    """Return whether this processor is of Intel."""
-    return "GenuineIntel" in _processor_words()
-
-
 @dataclass(eq=False)
 class PackedWeight:
     """A weight [N, K] in the layout of what multiplies by it.
 
     Attributes:
-        layout: float16 or float32 blocks for the kernels, see `in_blocks`; float16 [N, K] for FBGEMM, which has a copy of
-            its own; oneDNN's; or for MKL a view of the transposed weight.
+        layout: blocks of float16, float32 or 8-bit integers for the kernels, see `in_blocks`; float16 [N, K] for FBGEMM,
+            which has a copy of its own; oneDNN's; or for MKL a view of the transposed weight. A block of integers ends with
+            SCALE_INPUTS rows, the bytes of its float32 scales [BLOCK_OUTPUTS].
         num_outputs: N.
         scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
     """
@@ -290,19 +292,43 @@ class PackedWeight:
             return cls(layout, len(weight))
         return cls(_library_layout(weight.float()), len(weight))
 
+    @classmethod
+    @torch.no_grad()
+    def rounded(cls, weight: Tensor) -> PackedWeight:
+        """Pack a float weight on the CPU as integers of 8 bits.
+
+        Each output has a scale, by which its largest weight becomes LARGEST_BYTE. The kernels must run.
+        """
+        num_outputs, num_inputs = weight.shape
+        layout = torch.empty(-(-num_outputs // BLOCK_OUTPUTS), num_inputs + SCALE_INPUTS, BLOCK_OUTPUTS, dtype=torch.int8)
+        step = max(PART_ELEMENTS // num_inputs // BLOCK_OUTPUTS, 1) * BLOCK_OUTPUTS
+        for start in range(0, num_outputs, step):
+            part = weight[start : start + step].float()
+            part = F.pad(part, (0, 0, 0, -len(part) % BLOCK_OUTPUTS))
+            scales = part.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST_BYTE
+            blocks = layout[start // BLOCK_OUTPUTS : (start + len(part)) // BLOCK_OUTPUTS]
+            blocks[:, :num_inputs] = _blocks_of((part / scales[:, None]).round_().to(torch.int8))
+            blocks[:, num_inputs:] = scales.view(-1, BLOCK_OUTPUTS).view(torch.int8).view(len(blocks), SCALE_INPUTS, -1)
+        return cls(layout, num_outputs)
+
     @property
     def dense(self) -> Tensor:
         """Return the weight as float32 [N, K]."""
         if self.layout.is_mkldnn:
             return self.layout.to_dense()
+        if self.stored == BYTES:
+            return self.take(torch.arange(self.num_outputs))
         return self.rows.float() / self.scale
 
     def take(self, rows: Tensor) -> Tensor:
         """Take some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
         if self.layout.dim() == 3:  # in blocks. NumPy gathers columns of blocks in a third of torch's time
             numbers = rows.numpy()
-            found = self.layout.new_empty(*rows.shape, self.layout.shape[1])
-            found.numpy()[...] = self.layout.numpy()[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS]
+            found = self.layout.new_empty(*rows.shape, self.num_inputs)
+            found.numpy()[...] = self.layout.numpy()[numbers // BLOCK_OUTPUTS, : self.num_inputs, numbers % BLOCK_OUTPUTS]
+            if self.stored == BYTES:
+                scales = self.layout[:, self.num_inputs :].flatten(1).view(torch.float32).flatten()
+                return found * scales[rows][..., None]
         else:
             found = F.embedding(rows, self.layout)
         return found.float() if self.scale == 1 else found.float() / self.scale
@@ -313,8 +339,18 @@ class PackedWeight:
         return self.layout.dtype == torch.float16
 
     @property
+    def stored(self) -> int:
+        """Return how the kernels find the numbers: FLOATS, HALVES or BYTES."""
+        return {torch.float16: HALVES, torch.int8: BYTES}.get(self.layout.dtype, FLOATS)
+
+    @property
+    def num_inputs(self) -> int:
+        """Return K, of the kernels' layout."""
+        return self.layout.shape[1] - (SCALE_INPUTS if self.stored == BYTES else 0)
+
+    @property
     def rows(self) -> Tensor:
-        """A layout that is not oneDNN's as [N, K], in its own dtype."""
+        """A layout of floats that is not oneDNN's as [N, K], in its own dtype."""
         return self.layout.transpose(1, 2).flatten(0, 1)[: self.num_outputs] if self.in_blocks else self.layout
 
     @property
@@ -335,12 +371,15 @@ class PackedProduct:
     With one thread and numba `eyas.kernels.cpu.products` multiplies, and a row's result does not depend on the other rows.
     Otherwise a library does, whose sums depend on the number of rows for some outputs on some processors.
     scale: of the output of `scaled`. helpers: threads that share products of MIN_SHARED_ROWS rows and more.
+
+    Args:
+        to_bytes: round the weight to 8 bits.
     """
 
     helpers: Helpers | None = None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.weight = PackedWeight.of(weight)
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, to_bytes: bool = False) -> None:
+        self.weight = PackedWeight.rounded(weight) if to_bytes else PackedWeight.of(weight)
         self.scale, self._unscale = self.weight.scale, 1.0 / self.weight.scale
         self.bias = None if bias is None else bias.detach().float() * self.scale
         if not self.weight.in_blocks:
@@ -352,14 +391,15 @@ class PackedProduct:
 
     def scaled(self, rows: Tensor) -> Tensor:
         """Map rows [..., K] to the output [..., N] times `scale`."""
-        layout, is_half = self.weight.layout, self.weight.is_half
+        layout = self.weight.layout
         if not self.weight.in_blocks or type(rows) is not Tensor or not runs_compiled(rows.device):
             return self.by_library(rows)
         from eyas.kernels.cpu.products import PHASE_SIZE, multiply_together, multiply_weight
 
         out = torch.empty(*rows.shape[:-1], layout.shape[0] * BLOCK_OUTPUTS)
-        flat, into = rows.reshape(-1, layout.shape[1]), out.view(-1, out.shape[-1])
-        arguments, helpers = (flat.contiguous().numpy(), layout.data_ptr(), is_half, into.numpy()), self.helpers
+        flat, into = rows.reshape(-1, self.weight.num_inputs), out.view(-1, out.shape[-1])
+        arguments = flat.contiguous().numpy(), layout.data_ptr(), self.weight.stored, into.numpy()
+        helpers = self.helpers
         if helpers and len(flat) >= MIN_SHARED_ROWS:
             helpers.run(multiply_together, *arguments, tickets=np.zeros(PHASE_SIZE, np.int64))
         else:
@@ -441,32 +481,7 @@ def _fill(layout: Tensor, part: Tensor, scale: float) -> bool:
 
 def runs_kernel(dtype: torch.dtype) -> bool:
     """Return whether the kernels multiply by weights of a dtype. They convert float16 by an instruction of the processor."""
-    return has_numba() and (converts_halves() if dtype == torch.float16 else _multiplies_and_adds())
-
-
-@cache
-def converts_halves() -> bool:
-    """Return whether this processor converts half-precision floats in its vector units."""
-    return {"avx2", "f16c", "fma"} <= _processor_words()
-
-
-@cache
-def _multiplies_halves(dtype: torch.dtype) -> bool:
-    """Return whether the processor has instructions for products of a half precision."""
-    words = {torch.bfloat16: {"amx_bf16", "avx512_bf16", "bf16"}, torch.float16: {"amx_fp16", "avx512_fp16", "asimdhp"}}
-    return bool(words.get(dtype, set()) & _processor_words())
-
-
-@cache
-def _multiplies_and_adds() -> bool:
-    """Return whether one instruction multiplies and adds, so that sums in the order of inputs take no longer than a
-    library's.
-    """
-    return platform.machine() in ("aarch64", "arm64") or {"avx2", "fma"} <= _processor_words()
-
-
-def _processor_words() -> set[str]:
-    return set(PROCESSORS.read_text().split()) if PROCESSORS.exists() else set()
+    return has_numba() and (converts_halves() if dtype == torch.float16 else multiplies_and_adds())
 
 
 @cache

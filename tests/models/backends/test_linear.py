@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from eyas.device.host import has_numba
+from eyas.device.processor import converts_halves
 from eyas.models.backends.packed_weights import (
     MergedLinearPart,
     PackedLinear,
-    converts_halves,
     has_fbgemm,
     has_kernel,
     pack_weights,

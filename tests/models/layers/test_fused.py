@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas.cache.kv_cache import bytes_per_slot
 from eyas.device import host as process
+from eyas.kernels.arguments import FLOATS, HALVES
 from eyas.kernels.plain import layers as plain_layers
 from eyas.models.backends import cpu as cpu_decoder
 from eyas.models.backends.cpu import MAX_KERNEL_ROWS, share_layers
@@ -192,7 +193,7 @@ def test_layers_in_one_kernel_equal_those_run_apart(
     decoder = target.model.get_decoder().forward.__self__
     stack = decoder.stack
     assert stack is not None
-    assert set(stack.stack.halves.flat) == {"half": {True}, "float": {False}, "mixed": {True, False}}[weights]
+    assert set(stack.stack.stored.flat) == {"half": {HALVES}, "float": {FLOATS}, "mixed": {FLOATS, HALVES}}[weights]
     together = run(target)
     decoder.stack = None
     apart = run(target)
@@ -291,7 +292,7 @@ def test_a_thread_that_fails_ends_the_pass_of_all(fails_here: bool) -> None:
     assert passed == [products.FAILED]  # the other thread has ended, and finds no part in later phases
     rows, weight = torch.randn(4, 32), in_blocks(torch.randn(32, 32).half())
     expected, out = np.empty((4, 32), np.float32), np.empty((4, 32), np.float32)
-    arguments = rows.numpy(), weight.data_ptr(), True
+    arguments = rows.numpy(), weight.data_ptr(), HALVES
     products.multiply_weight(*arguments, expected)
     helpers.run(products.multiply_together, *arguments, out, tickets=np.zeros(products.PHASE_SIZE, np.int64))
     assert np.array_equal(out, expected)

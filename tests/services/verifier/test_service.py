@@ -126,6 +126,7 @@ async def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
         ({"engine": EngineConfig(deterministic=True)}, False),
         ({"engine": EngineConfig(tensor_parallel_size=2)}, False),
         ({"engine": EngineConfig(json_whitespace_pattern="")}, False),
+        ({"engine": EngineConfig(quantization="int8")}, False),
         ({"device": "cpu"}, False),
         ({"device": "cuda:1"}, True),
         ({"engine": EngineConfig(max_num_seqs=1, layer_threads=2)}, True),

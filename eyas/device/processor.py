@@ -1,0 +1,41 @@
+"""Reads from the system which instructions this processor has."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+PROCESSORS = Path("/proc/cpuinfo")
+# Of each half precision, the words for processors with instructions for its products.
+HALF_UNITS = {"bfloat16": {"amx_bf16", "avx512_bf16", "bf16"}, "float16": {"amx_fp16", "avx512_fp16", "asimdhp"}}
+
+
+@cache
+def is_intel() -> bool:
+    """Return whether this processor is of Intel."""
+    return "GenuineIntel" in _words()
+
+
+@cache
+def converts_halves() -> bool:
+    """Return whether this processor converts half-precision floats in its vector units."""
+    return {"avx2", "f16c", "fma"} <= _words()
+
+
+@cache
+def multiplies_halves(dtype: str) -> bool:
+    """Return whether the processor has instructions for products of a half precision."""
+    return bool(HALF_UNITS.get(dtype, set()) & _words())
+
+
+@cache
+def multiplies_and_adds() -> bool:
+    """Return whether one instruction multiplies and adds, so that sums in the order of inputs take no longer than a
+    library's.
+    """
+    return platform.machine() in ("aarch64", "arm64") or {"avx2", "fma"} <= _words()
+
+
+def _words() -> set[str]:
+    return set(PROCESSORS.read_text().split()) if PROCESSORS.exists() else set()

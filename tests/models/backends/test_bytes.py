@@ -1,0 +1,133 @@
+"""Weights that a CPU rounds to 8 bits as they are loaded, `engine.quantization: int8`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from eyas import LLM, SamplingParams
+from eyas.cache.kv_cache import KVCache
+from eyas.config import EngineConfig
+from eyas.device.placement import check_int8
+from eyas.errors import ConfigError
+from eyas.kernels.arguments import BYTES
+from eyas.models.backends.packed_weights import PackedWeight, pack_weights
+from eyas.models.inputs import Segment, pack
+from eyas.models.loading import load_target
+from eyas.models.target import TargetModel
+from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.tiny import DEMO
+
+pytest.importorskip("numba", reason="numba is not installed")
+
+TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
+PROMPTS = ["import os\n\ndef main(", "class Queue:\n"]
+
+
+@pytest.mark.parametrize("sizes", [(300, 70), (48, 16), (512, 4096), (3, 5)], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["bare", "biased"])
+def test_rows_are_multiplied_by_the_rounded_weight(sizes: tuple[int, int], bias: bool) -> None:
+    torch.manual_seed(0)
+    layer, rows = nn.Linear(*sizes, bias=bias), torch.randn(40, sizes[0])
+    weight = layer.weight.detach().clone()
+    weight[0] = 0
+    layer.weight.data = weight.clone()
+    pack_weights(layer, to_bytes=True)
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert layer.product.weight.stored == BYTES
+    assert ((layer.weight - weight).abs() <= step * 0.5001).all()
+    expected = nn.functional.linear(rows, layer.weight, layer.bias if layer.product.bias is None else layer.product.bias)
+    with torch.inference_mode():
+        together = layer(rows)
+        assert all(torch.equal(layer(rows[i : i + n]), together[i : i + n]) for i in (0, 7) for n in range(1, 33))
+    torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_tied_embedding_reads_the_same_numbers() -> None:
+    weight = PackedWeight.rounded(torch.randn(70, 48))
+    tokens = torch.tensor([[3, 69], [0, 3]])
+    assert torch.equal(weight.take(tokens), weight.dense[tokens])
+    assert weight.layout.nbytes == 80 * (48 + 4)
+
+
+def logits_of(target: TargetModel) -> torch.Tensor:
+    count = 21
+    rows = np.arange(count)
+    tokens = np.random.default_rng(0).integers(3, 48, count)
+    kv_cache = KVCache(count + 1, target.kv_shapes, 0, target.dtype, target.device)
+    segment = Segment(tokens, rows, rows, np.zeros(0, np.int64), None, rows)
+    return target.forward(pack([segment], target.device), kv_cache).logits
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["llama-3", "gemma-2", "qwen-3"])
+def test_a_model_computes_with_its_rounded_weights(name: str, stored: torch.dtype, tmp_path: Path) -> None:
+    """A float32 model whose weights are set to the rounded ones gives its logits."""
+    kind, settings = FAMILIES[name]  # but for the bias of an output projection, which no kernel adds
+    folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), stored)
+    narrow, wide = load_target(folder, "int8", passes="float32"), load_target(folder, "float32")
+    linear = {name: module for name, module in narrow.model.named_modules() if isinstance(module, nn.Linear)}
+    assert len(linear) > 4
+    state = {f"{name}.weight": module.weight.clone() for name, module in linear.items()}
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    plain.load_state_dict(state, strict=False)
+    plain.save_pretrained(tmp_path / "rounded")
+    rounded = load_target(str(tmp_path / "rounded"), "float32")
+    torch.testing.assert_close(logits_of(narrow), logits_of(rounded), rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits_of(narrow), logits_of(wide), rtol=1e-4, atol=1e-4)
+    assert narrow.model.get_decoder().forward.__self__.has_stack
+
+
+def test_drafts_do_not_change_the_tokens() -> None:
+    engine = EngineConfig(max_kv_tokens=512, quantization="int8", draft_budget="fixed")
+    plain, drafted = (LLM(TARGET, engine=engine, draft_model=head) for head in ("", HEAD))
+    params = [SamplingParams(max_tokens=24, temperature=t, seed=3, ignore_eos=True) for t in (0, 0.8)]
+    expected, found = ([r.outputs[0] for r in llm.generate(PROMPTS, params)] for llm in (plain, drafted))
+    assert [one.token_ids for one in expected] == [one.token_ids for one in found]
+    assert all(one.stats.acceptance_length > 1.3 for one in found)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "are quantised by fp8 already"),
+        ({"num_local_experts": 4}, "are partly of experts"),
+    ],
+)
+def test_weights_that_cannot_be_rounded_are_named(config: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    kind, settings = FAMILIES["llama-3"]
+    folder = Path(write_model(tmp_path, config_of(kind, **settings), torch.float32))
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    (folder / "tokenizer.json").write_bytes((DEMO / "target" / "tokenizer.json").read_bytes())
+    with pytest.raises(ConfigError, match=f"quantization is 'int8', which rounds plain weights, but those of .* {reason}"):
+        LLM(str(folder), quantization="int8")
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "threads", "reason"),
+    [
+        ("cuda:0", 1, 1, "device is cuda:0; on a GPU, serve a checkpoint that is quantised"),
+        ("cpu", 2, 1, "tensor_parallel_size is 2; set it to 1"),
+        ("cpu", 1, 3, "torch has 3 threads; set OMP_NUM_THREADS=1"),
+    ],
+)
+def test_places_without_such_kernels_are_refused(
+    device: str, ranks: int, threads: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    with pytest.raises(ConfigError, match=f"compiled kernels of a CPU: {reason}"):
+        check_int8(device, ranks)
+
+
+def test_the_weights_take_half_of_half_weights() -> None:
+    sizes = [
+        sum(each.nbytes for each in (*target.model.parameters(), *target.model.buffers()))
+        for target in (load_target(TARGET, "int8", passes="float32"), load_target(TARGET, "float32"))
+    ]
+    assert sizes[0] < 0.6 * sizes[1], "half weights take twice as many bytes"
