@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from eyas.config.drafting import MTP, NO_DRAFTS
-from eyas.config.file_values import read_json
+from eyas.config.file_values import get_setting, read_json
 from eyas.config.target_limits import quantisation
-from eyas.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
@@ -127,11 +126,14 @@ def find_modules(names: Collection[str], num_layers: int) -> MtpModules | None:
     return None
 
 
-def num_layers_of(config: Mapping[str, Any]) -> int:
-    """Return the layers of a target's text model. config: its config.json."""
+def num_layers_of(config: Mapping[str, Any], source: object) -> int:
+    """Return the layers of a target's text model. config: its config.json. Raises CheckpointError for what is no number."""
+    return get_setting(int, _text(config), "num_hidden_layers", source, 0)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
     text = config.get("text_config")
-    found = {**config, **text} if isinstance(text, dict) else config
-    return int(found.get("num_hidden_layers") or 0)
+    return {**config, **text} if isinstance(text, dict) else config
 
 
 def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
@@ -148,9 +150,8 @@ def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
         return NO_DRAFTS
     config = read_json(file)
     names = _tensor_names(find_file)
-    found = find_modules(names, num_layers_of(config)) if names else None
-    text = config.get("text_config")
-    stated = next((count for key in COUNTS for each in (config, text or {}) if (count := each.get(key))), 0)
+    found = find_modules(names, num_layers_of(config, file)) if names else None
+    stated = next((count for key in COUNTS if (count := _text(config).get(key))), 0)
     if found is None:
         if stated and names:
             log.info("%s: its config announces %s modules for multi-token prediction, but its files hold none, as those of "
@@ -165,7 +166,10 @@ def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
 
 
 def _tensor_names(find_file: Callable[[str], Path | None]) -> Collection[str]:
-    """Return the names of a checkpoint's tensors, from its index or the header of its only file; none for other formats."""
+    """Return the names of a checkpoint's tensors, from its index or the header of its only file.
+
+    None for other formats, and for a damaged file, of which its loader says more.
+    """
     if (index := find_file(INDEX_FILE)) is not None:
         found = read_json(index).get("weight_map")
         return list(found) if isinstance(found, dict) else []
@@ -174,6 +178,7 @@ def _tensor_names(find_file: Callable[[str], Path | None]) -> Collection[str]:
     with file.open("rb") as stored:
         length = int.from_bytes(stored.read(LENGTH_BYTES), "little")
         try:
-            return list(json.loads(stored.read(min(length, MAX_HEADER))))
-        except ValueError as error:
-            raise CheckpointError(f"{file} has no header of safetensors: {error}; fetch it again") from error
+            header = json.loads(stored.read(min(length, MAX_HEADER)))
+        except (ValueError, RecursionError):
+            return []
+    return list(header) if isinstance(header, dict) else []

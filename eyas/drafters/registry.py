@@ -169,7 +169,7 @@ def _build_mtp(parts: DrafterParts) -> LocalDrafter:
 
 
 def _mtp_num_steps(head: Checkpoint, tree: TreeConfig) -> int:
-    found = find_modules(head.files, num_layers_of(head.config))
+    found = find_modules(head.files, num_layers_of(head.config, head.config_file))
     return max(MTP_NUM_STEPS, found.count if found else 0)
 
 

@@ -1,7 +1,7 @@
 """Native multi-token prediction (MTP): the modules that a target's own checkpoint brings along, as a draft head.
 
 A module is shaped as an EAGLE-1 head (DeepSeek-V3, 2412.19437, section 2.2). Its decoder layer is one of the target's own
-kind, run by transformers' class with our attention; latent attention or experts need nothing here. Legend: R rows, H hidden,
+kind, run by transformers' class with our attention, so that experts and windows need nothing here. Legend: R rows, H hidden,
 V vocabulary.
 """
 

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from eyas.cache.kv_cache import KVCache
-from eyas.config.mtp_layouts import find_modules
+from eyas.config.mtp_layouts import default_method, find_modules
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
 from eyas.models.heads import mtp
@@ -175,10 +175,11 @@ def test_the_default_is_the_module_of_the_targets_own_files(tmp_path: Path, capl
 
 
 def test_a_header_is_enough_to_see_a_module(tmp_path: Path) -> None:
-    """The names of the only file are those that safetensors finds."""
-    from eyas.config.mtp_layouts import default_method
-
+    """The names of the only file are those that safetensors finds. A damaged one is left to its loader."""
     folder = Path(write_mtp(tmp_path, "llama"))
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         assert find_modules(list(file.keys()), LAYERS)
     assert default_method("x", lambda name: found if (found := folder / name).exists() else None) == "mtp"
+    for damaged in (b"", b"\xff" * 16, b"\x02\x00\x00\x00\x00\x00\x00\x00[]"):
+        (folder / "model.safetensors").write_bytes(damaged)
+        assert default_method("x", lambda name: found if (found := folder / name).exists() else None) == "none"
