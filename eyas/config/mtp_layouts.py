@@ -168,7 +168,7 @@ def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
 def _tensor_names(find_file: Callable[[str], Path | None]) -> Collection[str]:
     """Return the names of a checkpoint's tensors, from its index or the header of its only file.
 
-    None for other formats, and for a damaged file, of which its loader says more.
+    None for other formats, and for a damaged file: its loader says more.
     """
     if (index := find_file(INDEX_FILE)) is not None:
         found = read_json(index).get("weight_map")

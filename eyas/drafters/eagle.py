@@ -81,7 +81,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
                 f"1 and top_k of at most its draft vocabulary, {c.draft_vocab_size}"
             )
         shapes, dtype, device = head.kv_shapes, head.dtype, head.draft_ids.device
-        self._head = head
+        self._head, self._dtype = head, dtype
         sizes = HeadSizes(head.num_heads, *shapes[0])
         plan = partial(plan_tree_slots, sizes, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
         widths, visible = self._widths(tree, static_tree), self._visible(tree)
@@ -200,7 +200,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         segments = [*pairs, *(self._segment(*each) for each in zip(rows, prefixes, strict=True))]
         true = [context.features for context in commits if context.features is not None]
         predicted = [on_host(own.features) for own in rows]
-        device, dtype = self.draft_ids.device, self._head.dtype
+        device, dtype = self.draft_ids.device, self._dtype
         features = torch.cat([*(moved(each, device, dtype) for each in true), *predicted])
 
         def run() -> tuple[Tensor, Ranked]:
@@ -271,7 +271,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         Returns the state [S, H] behind each session's last pair.
         """
         features = torch.cat([context.features for context in contexts if context.features is not None])
-        features = moved(features, self.draft_ids.device, self._head.dtype)
+        features = moved(features, self.draft_ids.device, self._dtype)
         attends = self._head.rows_in_slots or self._head.config.num_layers > 1
         is_long = attends and max(map(num_features, contexts)) > MAX_KERNEL_ROWS  # torch is faster
         run = self._packed(self._run_pairs) if is_long else self._run_new_pairs

@@ -79,7 +79,7 @@ class MtpDrafter(EagleDrafter):
             return super()._extend(contexts)
         counts = [num_features(context) for context in contexts]
         features = torch.cat([context.features for context in contexts if context.features is not None])
-        rows = list(torch.split(moved(features, self.draft_ids.device, self._head.dtype), counts))
+        rows = list(torch.split(moved(features, self.draft_ids.device, self._dtype), counts))
         owners = [self.sessions[context.session] for context in contexts]
         lasts = list[list[Tensor]]()
         for module in range(self._modules.num_modules):
