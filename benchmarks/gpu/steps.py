@@ -245,7 +245,7 @@ def _step(backend: ForwardBackend, segments: list[Segment], kv_cache: KVCache) -
 
 def _layer(backend: ForwardBackend, target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> Any:
     packed: PackedInputs = backend.pack(segments)
-    num_kv, width = target.kv_shapes[0]
+    num_kv, width, _ = target.kv_shapes[0]
     shape = (len(packed.tokens), num_kv * target.heads_per_kv, width)
     query = torch.randn(shape, dtype=target.dtype, device=target.device)
     return lambda: attend(query, kv_cache.keys[0], kv_cache.values[0], packed, width**-0.5)
@@ -259,5 +259,5 @@ def weight_bytes(target: TargetModel) -> int:
 
 def _kv_bytes(target: TargetModel, case: Case) -> int:
     itemsize = 1 if case.is_narrow else target.dtype.itemsize
-    per_token = sum(2 * heads * width * itemsize for heads, width in target.kv_shapes)
+    per_token = sum(shape.numbers for shape in target.kv_shapes) * itemsize
     return case.batch * (case.cached + case.rows) * per_token

@@ -31,6 +31,19 @@ KV_CACHE_DTYPES = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, 
 CACHE_LINE = 64
 
 
+class KVShape(NamedTuple):
+    """Keys and values of a token in a layer. Heads of values may be narrower than those of keys."""
+
+    num_heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def numbers(self) -> int:
+        """Return the numbers of a token."""
+        return self.num_heads * (self.key_width + self.value_width)
+
+
 class KVCache:
     """Per layer one key and one value tensor [S, J, D], and one feature tensor [S, H]; H is 0 without a head.
 
@@ -38,7 +51,7 @@ class KVCache:
     state_layers: those whose states are kept instead of features, see TargetModel; usually none.
 
     Args:
-        shapes: (key-value heads, head width) of each layer.
+        shapes: of each layer.
         kv_dtype: of keys and values, if not `dtype`.
         scales: of each layer, if keys and values have 8 bits; 1 by default.
         sources: the layer whose keys and values each layer has, if some share them.
@@ -49,7 +62,7 @@ class KVCache:
     def __init__(
         self,
         num_slots: int,
-        shapes: list[tuple[int, int]],
+        shapes: Sequence[KVShape],
         feature_width: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -62,8 +75,9 @@ class KVCache:
         self.keys, self.values = list[Tensor](), list[Tensor]()
         for layer, shape in enumerate(shapes):
             is_own = not sources or sources[layer] == layer
-            for pools in (self.keys, self.values):
-                pools.append(new_pool((num_slots + 1, *shape), kv_dtype, device) if is_own else pools[sources[layer]])
+            for pools, width in ((self.keys, shape.key_width), (self.values, shape.value_width)):
+                size = num_slots + 1, shape.num_heads, width
+                pools.append(new_pool(size, kv_dtype, device) if is_own else pools[sources[layer]])
         self.is_narrow = kv_dtype in KV_CACHE_DTYPES.values()
         self.scales = list(scales) if self.is_narrow and scales else [UNSCALED] * len(shapes)
         if sources:
@@ -104,7 +118,7 @@ def load_rows(pool: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bytes_per_slot(
-    shapes: list[tuple[int, int]],
+    shapes: Sequence[KVShape],
     feature_width: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
@@ -112,7 +126,7 @@ def bytes_per_slot(
 ) -> int:
     """Return the bytes of one token in `KVCache`."""
     own = [shape for layer, shape in enumerate(shapes) if not sources or sources[layer] == layer]
-    kv_bytes = sum(2 * heads * width for heads, width in own) * (kv_dtype or dtype).itemsize
+    kv_bytes = sum(shape.numbers for shape in own) * (kv_dtype or dtype).itemsize
     return kv_bytes + feature_width * dtype.itemsize
 
 

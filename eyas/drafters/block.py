@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import moved
@@ -76,7 +76,7 @@ class BlockDrafter(NeuralDrafter[None]):
             )
         tree = replace(tree, num_steps=min(tree.num_steps, c.num_drafted))
         tree = ddtree_shape(tree, c.draft_vocab_size) if head.is_independent else tree
-        shapes, device = [(c.num_kv_heads, c.head_dim)] * c.num_layers, head.draft_ids.device
+        shapes, device = [KVShape(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers, head.draft_ids.device
         self._head, self._dtype = head, head.embed_tokens.weight.dtype
         whole, batch = np.ones((c.block_size, c.block_size), dtype=np.bool_), config.cuda_graph_max_batch
         slots = plan_tree_slots(c, self._dtype, device, head.max_model_len, [c.block_size], batch, capture, whole)

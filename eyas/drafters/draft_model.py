@@ -85,8 +85,8 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         super().__init__(config, tree, None, torch.arange(model.vocab_size, device=model.device), sessions)
         self._model = model
         self._chunk_tokens = draft_model.max_prefill_tokens
-        num_heads, head_dim = model.heads_per_kv * model.kv_shapes[0][0], max(width for _, width in model.kv_shapes)
-        sizes = HeadSizes(num_heads, min(heads for heads, _ in model.kv_shapes), head_dim)
+        num_heads, head_dim = model.heads_per_kv * model.kv_shapes[0].num_heads, max(s.key_width for s in model.kv_shapes)
+        sizes = HeadSizes(num_heads, min(shape.num_heads for shape in model.kv_shapes), head_dim)
         widths, batch = [tree.top_k] * (tree.num_steps - 1), config.cuda_graph_max_batch
         slots = plan_tree_slots(sizes, model.dtype, model.device, model.max_model_len, widths, batch, capture)
         slots = slots and replace(slots, first=None, spare=self._kv.scratch)

@@ -82,7 +82,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             )
         shapes, dtype, device = head.kv_shapes, head.dtype, head.draft_ids.device
         self._head, self._dtype = head, dtype
-        sizes = HeadSizes(head.num_heads, *shapes[0])
+        sizes = HeadSizes(head.num_heads, shapes[0].num_heads, shapes[0].key_width)
         plan = partial(plan_tree_slots, sizes, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
         widths, visible = self._widths(tree, static_tree), self._visible(tree)
         slots = plan(widths, capture=capture, visible=visible) if head.num_modules == 1 else None

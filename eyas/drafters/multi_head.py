@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.cache.kv_cache import KVShape
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.device.transfer import moved, upload
@@ -68,7 +69,8 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         sessions: KVLedger[None] = KVLedger(0, sys.maxsize)
         if self._prefix:
             sizes = self._prefix.sizes
-            self._kv = make_kv_cache(config, [(sizes.num_kv_heads, sizes.head_dim)], self._dtype, device)
+            shape = KVShape(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim)
+            self._kv = make_kv_cache(config, [shape], self._dtype, device)
             sessions = KVLedger(self._kv.scratch, len(self._prefix.rotary))
         super().__init__(config, tree, static_tree, head.draft_ids, sessions)
         run = partial(self._run_prefix, self._prefix) if self._prefix else None

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import torch
 
-from eyas.cache.kv_cache import KVCache, bytes_per_slot
+from eyas.cache.kv_cache import KVCache, KVShape, bytes_per_slot
 from eyas.cache.prefix_cache import SlotAllocator, Slots
 from eyas.config import DraftingConfig
 from eyas.drafters.base import DraftContext
@@ -287,7 +287,7 @@ class MemoryLedger(SessionLedger[MemorySession[MemoryT]]):
 
 def make_kv_cache(
     config: DraftingConfig,
-    shapes: list[tuple[int, int]],
+    shapes: Sequence[KVShape],
     dtype: torch.dtype,
     device: torch.device,
     min_slots: int = 1,
@@ -297,7 +297,7 @@ def make_kv_cache(
     """Return a draft KV cache; logs its size. Raises ConfigError for a smaller limit.
 
     Args:
-        shapes: (key-value heads, head width) of each layer.
+        shapes: of each layer.
         min_slots: slots that a session needs to draft at all, to hold `contents`.
         num_tree_slots: for the rows of trees, behind those of sessions.
     """

@@ -26,9 +26,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from eyas.config import Dtype, EngineConfig
+from eyas.config.engine import INT8
 from eyas.config.file_values import check_source, check_values, read_json, shown
 from eyas.config.gguf_files import local_folder
-from eyas.config.target_limits import EXPERT_COUNTS, INT8, check_context, quantisation
+from eyas.config.target_limits import EXPERT_COUNTS, check_context, quantisation
 from eyas.device.placement import DTYPES
 from eyas.device.processor import multiplies_halves
 from eyas.errors import CheckpointError, EyasError
@@ -62,6 +63,7 @@ PACKED_FOR_GPUS = "Int4WeightOnlyConfig"
 QUANTISATIONS: Mapping[str, tuple[str, ...]] = {
     "torchao": ("torchao",),
     "fp8": ("accelerate",),
+    "mxfp4": ("accelerate",),
     "compressed-tensors": ("compressed-tensors",),
     "gptq": ("gptqmodel", "optimum"),
     "awq": ("gptqmodel", "accelerate"),
@@ -284,8 +286,9 @@ def check_layers(names: Iterable[str], config: Any, source: object) -> None:
         names: of all tensors.
         config: transformers'. Towers for images and sound have names of their own, and are not looked at.
     """
-    num_layers: int = config.get_text_config().num_hidden_layers
-    num_mtp_layers: int = getattr(config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    text = config.get_text_config()
+    num_layers: int = getattr(text, "num_layers", text.num_hidden_layers)  # LongCat counts two attentions of a layer as two
+    num_mtp_layers: int = getattr(text, "num_nextn_predict_layers", None) or 0
     found = [(int(match[1]), match[2]) for name in names if (match := TEXT_LAYER.fullmatch(name))]
     extra = {layer for layer, rest in found if rest.startswith(MTP_TENSORS)}
     extra |= set(range(num_layers, num_layers + num_mtp_layers))

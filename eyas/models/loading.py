@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
+from eyas.config.engine import INT8
 from eyas.config.file_values import shown
 from eyas.config.mtp_layouts import find_modules
-from eyas.config.target_limits import INT8, check_ranks, quantisation
+from eyas.config.target_limits import check_ranks, quantisation
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
 from eyas.models.backends.packed_weights import (
@@ -108,11 +109,11 @@ def load_target(
     ends = end_tokens(checkpoint.folder, config)
     computed, to_bytes = getattr(torch, passes or dtype), dtype == INT8
     files = WeightFiles(checkpoint, computed if to_bytes else getattr(torch, dtype), device, names.own if names else None)
-    model = _load_parts(config, files, computed, to_bytes, shard, [heads for heads, _ in shapes])
+    model = _load_parts(config, files, computed, to_bytes, shard, [shape.num_heads for shape in shapes])
     if model is None:
         model = _load_weights(config, checkpoint, computed, names)
         if shard is not None:
-            shard_model(model, shard, [heads for heads, _ in shapes])
+            shard_model(model, shard, [shape.num_heads for shape in shapes])
     model.name_or_path = checkpoint.path
     model.generation_config.eos_token_id = ends
     _help_layers(model, architecture)
@@ -374,12 +375,16 @@ def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names
     from transformers import GenerationConfig
 
     no_defaults: Any = GenerationConfig
+    kind = quantisation(config)  # transformers takes it away where it dequantises
     with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), quiet_transformers():
         model, report = auto_class(config).from_pretrained(
             checkpoint.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
             key_mapping=names.key_mapping if names else None,
         )  # fmt: skip
+    if kind and not quantisation(model.config):
+        log.warning("%s: nothing here multiplies by weights quantised by %s; they are held as %s, which takes more memory",
+                    checkpoint.path, kind, str(dtype).removeprefix("torch."))  # fmt: skip
     if mismatched := sorted(report["mismatched_keys"]):
         name, shape, wanted = mismatched[0]
         raise CheckpointError(f"{checkpoint.path!r}: {name} has shape {list(shape)}, but its config implies {list(wanted)}")

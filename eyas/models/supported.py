@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from eyas.cache.kv_cache import KVShape
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import explained
 from eyas.models.layers.numerics import pin_rotary
@@ -20,7 +21,7 @@ from eyas.models.text_part import architecture_class, auto_class, drop_padding, 
 RECORDING_ATTENTION = "eyas_recording"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap"}
+SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap", "s_aux"}
 # What attention may be given and need not know. Models that do not slice their logits pass logits_to_keep on.
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position", "logits_to_keep"}
 MAX_LAYERS_NAMED = 8
@@ -38,9 +39,7 @@ class AttentionCall:
     """
 
     layer: int
-    num_kv_heads: int
-    key_width: int
-    value_width: int
+    shape: KVShape
     arguments: frozenset[str]
     causal: bool
     window: int | None
@@ -66,13 +65,13 @@ class Architecture:
     """Architecture that a config builds.
 
     Attributes:
-        kv_shapes: (key-value heads, head width) of every layer.
+        kv_shapes: keys and values of every layer.
         tensors: the shape of every parameter.
         needs_relay: whether its layers keep keyword arguments from attention, see `relay_arguments`.
         windows: of layers whose mask says another window than the argument of attention, in tokens; None for none.
     """
 
-    kv_shapes: list[tuple[int, int]]
+    kv_shapes: list[KVShape]
     tensors: Mapping[str, tuple[int, ...]]
     needs_relay: bool
     windows: Mapping[int, int | None]
@@ -87,8 +86,8 @@ class Trace:
     needs_relay: bool
 
 
-def measure_kv_shapes(config: Any) -> list[tuple[int, int]]:
-    """Return (key-value heads, head width) of every layer, see `inspect_architecture`."""
+def measure_kv_shapes(config: Any) -> list[KVShape]:
+    """Return the keys and values of every layer, see `inspect_architecture`."""
     return inspect_architecture(config).kv_shapes
 
 
@@ -115,10 +114,9 @@ def inspect_architecture(config: Any) -> Architecture:
     if len({call.layer for call in calls}) < len(calls) or len(calls) > num_layers:
         raise _refusal(name, "a layer attends more than once", "several sets of keys for a layer")
     _check_calls(name, calls)
-    shapes = [(call.num_kv_heads, call.key_width) for call in calls]
     tensors = {own: tuple(weight.shape) for own, weight in trace.model.named_parameters()}
     windows = {call.layer: call.mask.window for call in calls if call.mask and call.mask.window != call.window}
-    return Architecture(shapes, tensors, trace.needs_relay, windows)
+    return Architecture([call.shape for call in calls], tensors, trace.needs_relay, windows)
 
 
 def _refusal(name: str, what: str, needed: str) -> CheckpointError:
@@ -261,8 +259,8 @@ def _recording_attention(
     asked = arguments.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if asked is None else asked) and (mask is None or mask.is_causal)
     window = arguments.get("sliding_window")
-    shape = key.shape[1], key.shape[-1], value.shape[-1]
-    calls.append(AttentionCall(int(layer), *shape, given, causal, window, mask))
+    shape = KVShape(key.shape[1], key.shape[-1], value.shape[-1])
+    calls.append(AttentionCall(int(layer), shape, given, causal, window, mask))
     return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
 
 
@@ -272,20 +270,10 @@ def _check_calls(name: str, calls: Sequence[AttentionCall]) -> None:
         raise _refusal(name, f"{_layers(both)} attend in both directions", "tokens that are all known before the pass")
     arguments = {call.layer: call.arguments - SUPPORTED_ARGUMENTS - IGNORED_ARGUMENTS for call in calls}
     unknown = sorted(set().union(*arguments.values()))
-    unequal = [call for call in calls if call.key_width != call.value_width]
-    if "s_aux" in unknown:
-        sinks = _layers([layer for layer, given in arguments.items() if "s_aux" in given])
-        raise _refusal(name, f"{sinks} use attention sinks", "a sink in the softmax of every attention kernel")
     if unknown:
         where = _layers([layer for layer, given in arguments.items() if given])
         what = f"{where} give attention arguments that Eyas does not support:{_listed(unknown)}"
         raise _refusal(name, what, "the meaning of these arguments in its attention")
-    if unequal:
-        what = (
-            f"{_layers([call.layer for call in unequal])} have keys of width {unequal[0].key_width} and values of width "
-            f"{unequal[0].value_width}, as in latent attention; Eyas keeps both of one width"
-        )
-        raise _refusal(name, what, "slots for a latent, or for unequal widths")
 
 
 def _listed(names: Iterable[str]) -> str:

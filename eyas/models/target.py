@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache
+from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVShape
 from eyas.config.target_limits import EXPERT_COUNTS
 from eyas.errors import CheckpointError, ConfigError
 from eyas.kernels.arguments import KVScales
@@ -70,7 +70,7 @@ class TargetModel:
         model: Any,
         aux_hidden_state_layers: Sequence[int] = (),
         shard: Shard | None = None,
-        kv_shapes: Sequence[tuple[int, int]] | None = None,
+        kv_shapes: Sequence[KVShape] | None = None,
         hooks: StateHooks | None = None,
     ) -> None:
         self.model: Any = model.eval()
@@ -179,15 +179,15 @@ class TargetModel:
             self.kv_scales = read_kv_scales(Checkpoint(self.name_or_path), len(self.kv_shapes))
 
     @cached_property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """Return (key-value heads, head width) of every layer; the heads of this rank."""
+    def kv_shapes(self) -> list[KVShape]:
+        """Return the keys and values of every layer; the heads of this rank."""
         shapes = self._whole_kv_shapes or measure_kv_shapes(self.model.config)
-        return [(max(1, heads // self._num_head_ranks), width) for heads, width in shapes]
+        return [shape._replace(num_heads=max(1, shape.num_heads // self._num_head_ranks)) for shape in shapes]
 
     @property
     def heads_per_kv(self) -> int:
         """Query heads of this rank that share a key-value head."""
-        return int(self.config.num_attention_heads) // self._num_head_ranks // self.kv_shapes[0][0]
+        return int(self.config.num_attention_heads) // self._num_head_ranks // self.kv_shapes[0].num_heads
 
     @property
     def is_mixture_of_experts(self) -> bool:

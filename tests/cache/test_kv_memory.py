@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from eyas.cache import kv_cache as kv
-from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
+from eyas.cache.kv_cache import KVCache, KVShape, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
 from eyas.models.loading import load_target
 
 CPU = torch.device("cpu")
-SHAPES = [(2, 8), (2, 8), (4, 16)]
+SHAPES = [KVShape(2, 8, 8), KVShape(2, 8, 6), KVShape(4, 16, 16)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.device.host import trim_heaps
 from eyas.device.memory import HUGE_PAGE, MADV_COLLAPSE, to_huge_pages
 from eyas.models.backends.packed_weights import pack_weights
 
 # The kernel may find no free huge page once, and some a moment later. What never asks for them never gets them.
 ATTEMPTS = 5
+SHAPE = KVShape(4, 40, 40)
 # Advice to madvise(2) on what core dumps hold.
 MADV_DONTDUMP, MADV_DODUMP = 16, 17
 
@@ -94,7 +95,7 @@ def test_slots_take_huge_pages_when_they_are_used() -> None:
     trim_heaps()  # a heap that keeps freed memory would clear it, which uses its small pages
     caches, gains = [], []
     for _ in range(ATTEMPTS):
-        caches.append(KVCache(2**16, [(4, 40)], 0, torch.float32, torch.device("cpu")))  # kept: the next takes other memory
+        caches.append(KVCache(2**16, [SHAPE], 0, torch.float32, torch.device("cpu")))  # kept: the next takes other memory
         keys = caches[-1].keys[0]  # 40 MiB
         to_huge_pages([keys], collapse=False)
         before = huge_bytes(keys.data_ptr(), keys.nbytes)

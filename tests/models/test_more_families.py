@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from eyas.api.request import Request, SamplingParams
 from eyas.engine.build import assemble_engine
@@ -20,7 +19,7 @@ from eyas.models.loading import load_target, read_model_config
 from eyas.models.parallel.shards import Shard, shard_model
 from eyas.models.supported import inspect_architecture
 from eyas.models.target import PASS_ARGUMENTS, TargetModel
-from eyas.models.text_part import drop_padding
+from eyas.models.text_part import auto_class, drop_padding
 from eyas.protocol.tree import DraftTree
 from tests.models.test_families import PROMPTS, TREE, generated
 from tests.models.test_target import expected, make_kv_cache, run, segment
@@ -39,12 +38,12 @@ NODES = DraftTree.of((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 2, 3, 4, 1), (0.0,) * 
 # A family of each kind that attention, experts, norms, scales and rotary tables make; the others run nightly.
 DAILY = (
     "afmoe", "cohere", "cohere2_moe", "dots1", "exaone4", "gemma3n_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox",
-    "granitemoe", "laguna", "ministral3", "modernbert-decoder", "nemotron", "olmo", "opt", "phimoe", "qwen2_moe", "smollm3",
-    "stablelm", "vaultgemma",
+    "gpt_oss", "granite_swa", "laguna", "longcat_flash", "mimo_v2_flash", "ministral3", "modernbert-decoder", "nemotron",
+    "olmo", "opt", "phimoe", "qwen2_moe", "smollm3", "stablelm", "vaultgemma",
 )  # fmt: skip
-DAILY_DRAFTED = ("laguna", "nemotron", "qwen2_moe")
+DAILY_DRAFTED = ("gpt_oss", "laguna", "mimo_v2_flash", "nemotron")
 DAILY_WRAPPED = ("gemma3", "mistral3", "qwen3_vl", "step3p7")
-DAILY_RANKS = ("cohere", "gemma3n_text", "glm4_moe", "nemotron")
+DAILY_RANKS = ("cohere", "gemma3n_text", "glm4_moe", "gpt_oss", "mimo_v2_flash", "nemotron")
 
 
 def daily(names: Any, some: tuple[str, ...]) -> list[Any]:
@@ -86,9 +85,18 @@ def test_chunks_trees_and_states_equal_transformers(kind: str, tmp_path: Path) -
         with pytest.raises(CheckpointError, match="take a draft model or lookups"):
             states_of(target)
         return
-    with torch.inference_mode():
-        hidden = load_reference(folder)(input_ids=torch.tensor([PREFIX]), output_hidden_states=True).hidden_states
-    torch.testing.assert_close(states_of(target), torch.cat([hidden[1][0], hidden[-1][0]], -1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(states_of(target), reference_states(folder), atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def reference_states(folder: str) -> Tensor:
+    """The input of the second layer and the output of the decoder, side by side, as transformers computes them."""
+    reference: Any = load_reference(folder)
+    decoder, states = reference.get_decoder(), list[Tensor]()
+    hook = decoder.layers[1].register_forward_pre_hook(lambda layer, args: states.append(args[0][0]))
+    last = decoder(input_ids=torch.tensor([PREFIX])).last_hidden_state[0]
+    hook.remove()
+    return torch.cat([*states, last], -1)
 
 
 def states_of(target: TargetModel) -> Tensor:
@@ -161,11 +169,11 @@ def rank_of(folder: str, rank: int) -> TargetModel:
     """One rank's part of a target, without the exchanges of a load: transformers loads in one thread at a time."""
     register_attention()
     config = read_model_config(folder)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, attn_implementation=ATTENTION_NAME)
+    model: Any = auto_class(config).from_pretrained(folder, config=config, attn_implementation=ATTENTION_NAME)
     architecture, shard = inspect_architecture(config), Shard(rank, 2)
     set_windows(model, architecture.windows)
     if architecture.needs_relay:
         relay_arguments(model, PASS_ARGUMENTS)
-    shard_model(model, shard, [heads for heads, _ in architecture.kv_shapes])
+    shard_model(model, shard, [shape.num_heads for shape in architecture.kv_shapes])
     drop_padding(model.config)
     return TargetModel(model, shard=shard, kv_shapes=architecture.kv_shapes)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from eyas.api.request import Request, SamplingParams
-from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, bytes_per_slot, load_rows
+from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVShape, bytes_per_slot, load_rows
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 def test_rows_are_rounded_to_the_bits_of_their_type(name: str, bits: int) -> None:
     rows = torch.randn(40, 2, 8, generator=torch.Generator().manual_seed(0)) + 3
     rows[0, 0, 0], rows[0, 0, 1] = 1e9, -1e9
-    cache = KVCache(50, [(2, 8)], 0, torch.float32, CPU, KV_CACHE_DTYPES[name], [KVScales(0.5, 2.0)])
+    cache = KVCache(50, [KVShape(2, 8, 8)], 0, torch.float32, CPU, KV_CACHE_DTYPES[name], [KVScales(0.5, 2.0)])
     slots = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:40]
     store_rows(cache.keys[0], slots, rows, cache.scales[0].key)
     found = load_rows(cache.keys[0], slots, torch.float32) * cache.scales[0].key
@@ -43,7 +43,7 @@ def test_rows_are_rounded_to_the_bits_of_their_type(name: str, bits: int) -> Non
 
 
 def test_a_token_takes_half_of_the_memory() -> None:
-    shapes = [(8, 128)] * 32
+    shapes = [KVShape(8, 128, 128)] * 32
     assert bytes_per_slot(shapes, 64, torch.bfloat16) == 32 * 2 * 8 * 128 * 2 + 128
     assert bytes_per_slot(shapes, 64, torch.bfloat16, torch.float8_e5m2) == 32 * 2 * 8 * 128 + 128
 
@@ -59,7 +59,7 @@ def test_kernels_write_and_read_what_plain_operations_do(name: str) -> None:
     qkv = 2 * torch.randn(8, 8, 16, generator=generator).to(dtype).float()
     qkv[0, 4:, :2] = torch.tensor([1e9, -1e9])
     cos, sin = torch.ones(1, 8, 16), torch.zeros(1, 8, 16)
-    pools = [KVCache(size, [(2, 16)], 0, torch.float32, CPU, dtype, [scales]) for _ in range(2)]
+    pools = [KVCache(size, [KVShape(2, 16, 16)], 0, torch.float32, CPU, dtype, [scales]) for _ in range(2)]
     for cache in pools:
         for pool in (cache.keys[0], cache.values[0]):
             store_rows(pool, torch.arange(size), torch.randn(size, 2, 16, generator=torch.Generator().manual_seed(3)), 1.0)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,8 +28,13 @@ from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.layers.fused import is_batch_invariant
 from eyas.models.loading import load_target
 from tests.models.layers.test_fused import assert_equal_to_unfused, is_fused, use_torch
+from tests.models.test_more_families import rank_of
+from tests.models.test_target import run as run_segments
+from tests.models.test_target import segment
 from tests.support.bad_drafters import RandomDrafter
+from tests.support.devices.rank_threads import RankThreads
 from tests.support.families import config_of, write_model
+from tests.support.family_configs import SERVED
 from tests.support.runs import outputs_of, run
 from tests.support.tiny import fixed_config, write_eagle1_head, write_head, write_spelling_tokenizer, write_target
 from tests.support.tiny_block import tiny_block_head
@@ -120,7 +126,7 @@ def test_layers_of_unknown_weights_are_fused_around_them(tiny_target: str, monke
         ("awq", "quantised by awq; install what reads them: pip install gptqmodel"),
         ("gptq", "quantised by gptq; install what reads them: pip install gptqmodel optimum"),
         ("compressed-tensors", "quantised by compressed-tensors; install what reads them: pip install compressed-tensors"),
-        ("mxfp4", "quantised by mxfp4, which Eyas does not serve; it serves torchao, fp8"),
+        ("hqq", "quantised by hqq, which Eyas does not serve; it serves torchao, fp8, mxfp4"),
     ],
 )
 def test_unreadable_quantised_weights_are_refused_by_name(
@@ -167,6 +173,48 @@ def test_published_fp8_weights_are_served_on_a_cpu(tiny_target: str, tmp_path: P
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, atol=1e-6, rtol=1e-2, msg=name)
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def write_mxfp4(folder: Path) -> tuple[str, str]:
+    """A gpt-oss in floats, and the same with experts of random blocks: 32 numbers of 4 bits and a power of two."""
+    config = config_of("gpt_oss", **SERVED["gpt_oss"] | {"intermediate_size": 32})
+    plain = Path(write_model(folder / "plain", config))
+    tensors = load_file(plain / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    quantised = dict(tensors)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape  # the blocks lie along the inputs of each output
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(123, 127, blocks.shape[:3], generator=generator, dtype=torch.uint8)
+        numbers = torch.stack([FP4[(blocks & 15).int()], FP4[(blocks >> 4).int()]], -1).flatten(-2)
+        tensors[name] = (numbers * 2.0 ** (scales.float() - 127)[..., None]).flatten(2).transpose(1, 2).contiguous()
+        quantised |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        del quantised[name]
+    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
+    narrow = folder / "mxfp4"
+    narrow.mkdir()
+    save_file(quantised, narrow / "model.safetensors", {"format": "pt"})
+    scheme = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
+    (narrow / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": scheme}))
+    return str(plain), str(narrow)
+
+
+def test_mxfp4_experts_are_dequantised_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a warning; as a whole, and by each of two ranks for its part."""
+    plain, narrow = write_mxfp4(tmp_path)
+    expected = load_target(plain)
+    with caplog.at_level("WARNING"):
+        target = load_target(narrow)
+    assert "weights quantised by mxfp4; they are held as float32" in caplog.text
+    rows = segment(list(range(3, 20)), 0, np.arange(17), np.arange(0))
+    (whole,) = run_segments(expected, [rows], expected.new_kv_cache(20))
+    torch.testing.assert_close(run_segments(target, [rows], target.new_kv_cache(20))[0], whole)
+    targets = [rank_of(narrow, rank) for rank in range(2)]
+    parts = RankThreads(2).run(lambda rank: run_segments(targets[rank], [rows], targets[rank].new_kv_cache(20))[0])
+    torch.testing.assert_close(torch.cat(parts, -1), whole, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "num_layers"), [("eagle3", 5), ("eagle", 6)])

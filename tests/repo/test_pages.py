@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from eyas.api import validation
-from eyas.cache.kv_cache import bytes_per_slot
+from eyas.cache.kv_cache import KVShape, bytes_per_slot
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
 from eyas.config.file_values import HEAD_VALUES, MODEL_VALUES, ROPE_VALUES, TOKENIZER_VALUES, FileValue
 from eyas.drafters.registry import METHODS
@@ -168,7 +168,7 @@ def test_speedups_on_the_page_of_results_are_the_reports() -> None:
 
 def test_slots_on_the_page_of_llama_are_computed() -> None:
     page = (DOCS / "operations.md").read_text(encoding="utf-8")
-    slot = bytes_per_slot([(8, 128)] * 32, 4096, torch.bfloat16)
+    slot = bytes_per_slot([KVShape(8, 128, 128)] * 32, 4096, torch.bfloat16)
     assert f"a slot of the verifier | 128 KiB + 8 KiB | {slot // 2**10} KiB |" in page
     rows = re.findall(r"= ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d,]+) \|", page)
     assert len(rows) == 3

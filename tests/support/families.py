@@ -1,5 +1,6 @@
 """Tiny random targets of every supported family, as transformers' own configs."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def config_of(model_type: str, **settings: Any) -> Any:
         "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25, "bos_token_id": 0,
         "eos_token_id": 1, "pad_token_id": 2,
     }  # fmt: skip
-    return AutoConfig.for_model(model_type, **{**tiny, **settings})
+    return AutoConfig.for_model(model_type, **{**tiny, **copy.deepcopy(settings)})  # Mistral 4 writes into its settings
 
 
 def write_model(folder: Path, config: Any, dtype: torch.dtype = torch.float32) -> str:

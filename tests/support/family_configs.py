@@ -22,14 +22,26 @@ GROUPED = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2
            "moe_intermediate_size": 16, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5}  # fmt: skip
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4,
           "v_head_dim": 8}  # fmt: skip
+LATENT_YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 64,
+    }
+}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 
 
 # Families whose public checkpoints bring a module for multi-token prediction along, by model type: the layer's tensors.
 MODULES = {
+    "deepseek_v3": "model.layers.{L+k}.*",
     "ernie4_5_moe": "model.mtp_block.{k}.*",
     "exaone_moe": "mtp.layers.{k}.*",
     "glm4_moe": "model.layers.{L+k}.*",
+    "glm4_moe_lite": "model.layers.{L+k}.*",
     "hy_v3": "model.layers.{L+k}.*",
     "mellum": "mtp.layers.{k}.*",
 }
@@ -90,6 +102,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "aria_text": {"head_dim": 8, "moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1},
     "beam": {**MIXED, **EXPERTS, **SPARSE, **WIDE, "num_experts": 4, "n_group": 2, "topk_group": 1,
              "moe_intermediate_size": 16, "final_logit_softcapping": 3.0},
+    "axk1": {**GROUPED, **LATENT, "v_head_dim": 12},
     "biogpt": {},
     "bitnet": {},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
@@ -100,12 +113,15 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "ctrl": {"n_positions": 256, "dff": 64},
     "cwm": {**MIXED, **SCALED, "head_dim": 8},
     "deepseek_v2": {**GROUPED, **LATENT},
+    "deepseek_v3": {**GROUPED, **LATENT, **LATENT_YARN, "v_head_dim": 12},
     "dots1": {**GROUPED, **MIXED},
     "ernie4_5": {"head_dim": 8, "use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 16,
                      "moe_layer_start_index": 1, "moe_layer_end_index": 2},
     "exaone4": {**MIXED, **SCALED},
     "exaone_moe": {**MIXED, **EXPERTS, **SPARSE, "num_experts": 4, "num_shared_experts": 1, "moe_intermediate_size": 16},
+    "flint": {**MIXED, **EXPERTS, **WIDE, "num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0],
+              "shared_expert_intermediate_size": 16},
     "flex_olmo": {**EXPERTS, "num_experts": 4},
     "gemma": {"head_dim": 16},
     "gemma3n_text": {**LOCAL, **ropes({}, {}), "head_dim": 8, "num_hidden_layers": 6, "num_kv_shared_layers": 2,
@@ -118,9 +134,12 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {**GROUPED, **HALF, "use_qk_norm": True, "attention_bias": True},
     "glm4_moe_lite": {**GROUPED, **SPARSE, **LATENT},
     "gpt_bigcode": {"n_positions": 256, "multi_query": True},
+    "gpt_oss": {**MIXED, **EXPERTS, **YARN, "head_dim": 8, "num_local_experts": 4, "intermediate_size": 16},
     "gpt_neox": {**HALF, "use_parallel_residual": True},
     "granite": GRANITE,
     "granitemoe": {**GRANITE, **EXPERTS, "num_local_experts": 4},
+    "granite_swa": {**GRANITE, **MIXED, "layer_rope_theta": [1e4, 0, 1e5]},
+    "granitemoe_swa": {**GRANITE, **MIXED, **EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 16},
     "granitemoeshared": {**GRANITE, **EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 16},
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8, **rope("dynamic", alpha=100.0, factor=1.0)},
@@ -134,11 +153,17 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "laguna": {**MIXED, **EXPERTS, **SPARSE, **WIDE, **ropes({"partial_rotary_factor": 0.5}, {}), "num_experts": 4,
                "num_attention_heads_per_layer": [4, 8, 4], "moe_intermediate_size": 16,
                "shared_expert_intermediate_size": 16, "moe_router_logit_softcapping": 2.0},
+    "longcat_flash": {**LATENT, "num_hidden_layers": 4, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 16, "moe_topk": 2,
+                      "n_routed_experts": 4, "zero_expert_num": 2, "head_dim": 4},
     "mellum": {**MIXED, **EXPERTS, **WIDE, **ropes({"rope_theta": 5e5}, {}), "num_local_experts": 4,
                "moe_intermediate_size": 16, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "mimo_v2_flash": {**MIXED, **EXPERTS, **SPARSE, **ropes({"partial_rotary_factor": 0.5}, {}), "head_dim": 8,
+                      "v_head_dim": 6, "n_routed_experts": 4, "moe_intermediate_size": 16},
+    "minicpm3": {**LATENT, "v_head_dim": 12, "dim_model_base": 16},
     "minimax_m2": {**EXPERTS, **WIDE, "num_local_experts": 4, "rotary_dim": 8},
     "ministral": {**MIXED, "head_dim": 8},
     "ministral3": {**LLAMA_4_SCALE, "head_dim": 8},
+    "mistral4": {**GROUPED, **LATENT, **LLAMA_4_SCALE},
     "modernbert-decoder": {**MIXED, "local_attention": 24, **ropes({}, {"rope_theta": 1e5})},
     "nanochat": {"final_logit_softcapping": 3.0},
     "nemotron": {**HALF, "head_dim": 8},
@@ -158,6 +183,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {**HALF, "qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True},
     "starcoder2": {**LOCAL, "use_bias": True},
     "vaultgemma": {**MIXED, "head_dim": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "youtu": {**LATENT, "v_head_dim": 12},
 }  # fmt: skip
 
 # Every served family by model type.
@@ -197,9 +223,10 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 # Families that several ranks cannot share, by what the refusal says.
 NO_PLAN = "no tensor-parallel plan"
 NOT_OVER_RANKS = {
-    "aria_text": "packed_rowwise", "beam": "local_params", "biogpt": NO_PLAN, "bitnet": NO_PLAN, "ctrl": NO_PLAN,
+    "aria_text": "packed_rowwise", "biogpt": NO_PLAN, "bitnet": NO_PLAN, "ctrl": NO_PLAN,
     "deepseek_v2": "mla_kv_a_proj", "gemma3n_text": "activation_sparsity", "glm4_moe_lite": "mla_kv_a_proj", "gpt2": NO_PLAN,
-    "gpt_bigcode": NO_PLAN, "modernbert-decoder": NO_PLAN, "opt": NO_PLAN, "persimmon": NO_PLAN, "stablelm": NO_PLAN,
+    "gpt_bigcode": NO_PLAN, "longcat_flash": "mla_kv_a_proj", "minicpm3": "mla_kv_a_proj",
+    "modernbert-decoder": NO_PLAN, "opt": NO_PLAN, "persimmon": NO_PLAN, "stablelm": NO_PLAN,
 }  # fmt: skip
 # Families whose hidden states a draft head cannot read.
 NO_FEATURES = {
@@ -208,8 +235,6 @@ NO_FEATURES = {
 
 RECURRENT = "recurrent layers"
 OTHER_LAYERS = "layers of types that Eyas does not support: {}"
-SINKS = "use attention sinks"
-UNEQUAL = "as in latent attention"
 NO_INTERFACE = "do not attend to the text through transformers' interface"
 BOTH_WAYS = "attend in both directions"
 ENCODER = "encoder-decoder"
@@ -218,8 +243,6 @@ ARGUMENTS = "attention arguments that Eyas does not support"
 # What Eyas would need to serve them, as refusals say; an encoder-decoder is out of its scope.
 NEEDED = {
     RECURRENT: "pools of states that branch with the tree",
-    SINKS: "a sink in the softmax of every attention kernel",
-    UNEQUAL: "slots for a latent, or for unequal widths",
     NO_INTERFACE: "attention code of its own for them",
     BOTH_WAYS: "tokens that are all known before the pass",
     ONCE: "several sets of keys for a layer",
@@ -252,13 +275,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any] | None]] = {
     "llama4_text": (OTHER_LAYERS.format("chunked_attention"), {"layer_types": ["chunked_attention"] * 3}),
     "minimax_m3_vl_text": (OTHER_LAYERS.format("minimax_m3_sparse"),
                            {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}),
-    "flint": (SINKS, {}),
-    "gpt_oss": (SINKS, {"head_dim": 8, "num_local_experts": 4}),
-    "granite_swa": (SINKS, {}),
-    "granitemoe_swa": (SINKS, {}),
-    "mimo_v2_flash": (SINKS, {}),
-    "deepseek_v3": (UNEQUAL, {**LATENT, **GROUPED, "v_head_dim": 12}),
-    **{kind: (UNEQUAL, {}) for kind in ("axk1", "longcat_flash", "minicpm3", "youtu")},
     **{kind: (NO_INTERFACE, {}) for kind in (
         "big_bird", "bloom", "blt", "codegen", "cpmant", "falcon", "git", "gpt_neox_japanese", "gptj", "hrm_text",
         "megatron-bert", "mpt", "openai-gpt", "reformer", "rembert", "roformer", "trocr", "xglm", "xlm",

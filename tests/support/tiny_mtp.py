@@ -43,6 +43,10 @@ def _with_layer(kind: str, **lists: str) -> dict[str, Any]:
 
 FAMILIES: dict[str, MtpFamily] = {
     "glm4_moe": MtpFamily("glm4_moe", f"model.layers.{LAYERS}", DEEPSEEK, MORE_FAMILIES["glm4_moe"]),
+    "deepseek_v3": MtpFamily("deepseek_v3", f"model.layers.{LAYERS}", DEEPSEEK, MORE_FAMILIES["deepseek_v3"]),
+    "glm4_moe_lite": MtpFamily(
+        "glm4_moe_lite", f"model.layers.{LAYERS}", DEEPSEEK, _with_layer("glm4_moe_lite", mlp_layer_types="sparse"),
+    ),
     "hy_v3": MtpFamily("hy_v3", f"model.layers.{LAYERS}", HY, _with_layer("hy_v3", mlp_layer_types="sparse")),
     "mellum": MtpFamily(
         "mellum", "mtp.layers.0", BESIDE,

@@ -92,7 +92,7 @@ def weightless(config: Any, shard: Shard | None = None) -> TargetModel:
         model = architecture.from_config(config, dtype=torch.bfloat16)
         shapes = measure_kv_shapes(config)
         if shard is not None:
-            shard_model(model, shard, [heads for heads, _ in shapes])
+            shard_model(model, shard, [shape.num_heads for shape in shapes])
         target = TargetModel(model, (0, num_layers // 2, num_layers - 1), shard, shapes)
     use_float32_head(target.model)
     assert fuse_layers(target.model)

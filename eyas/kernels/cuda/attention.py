@@ -41,38 +41,40 @@ def attend(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of query [R, H, D] over contiguous keys and values [S, J, D]; [R, H, D], zero for padding rows.
 
-    Sums in float32. Never waits for the device. Launches depend on shapes only, so a graph can capture them.
+    Sums in float32. Never waits for the device. Launches depend on shapes only, so a graph can capture them. Values may have
+    another width than keys.
     """
     meta = packed.metadata
     assert meta is not None, "the kernel reads metadata"
-    (rows, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
-    block_d = _block_width(width)
+    (rows, num_heads, _), (_, num_kv, value_width), shape = query.shape, values.shape, meta.shape
     if shape.fixed_part:
-        return attend_by_position(query, keys, values, packed, scaling, window, softcap)
+        return attend_by_position(query, keys, values, packed, scaling, window, softcap, sinks)
     is_whole = shape.num_results == 1  # then the only part is the result
-    out = torch.empty((rows, num_heads, width), dtype=query.dtype, device=query.device)
+    out = torch.empty((rows, num_heads, value_width), dtype=query.dtype, device=query.device)
     partials = sums = out
     if not is_whole:
-        partials = query.new_empty((shape.num_results, rows, num_heads, width), dtype=torch.float32)
+        partials = query.new_empty((shape.num_results, rows, num_heads, value_width), dtype=torch.float32)
         sums = query.new_empty((shape.num_results, rows, num_heads), dtype=torch.float32)
-    pieces, constants = _constants(query, num_kv, shape, window, softcap)
+    pieces, constants = _constants(query, values, shape, window, softcap)
     _attend_parts[(shape.tiles, num_kv * pieces, shape.splits)](
-        *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
+        *(query.contiguous(), keys, values, partials, sums, sinks if is_whole else None, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits, shape.even_splits),
         LONG_PART=LONG_PART,
         IS_WHOLE=is_whole,
+        HAS_SINKS=is_whole and sinks is not None,
         BLOCK_N=keys_per_block(query) // (2 if _would_spill(query, keys) else 1),
         **constants,
     )
     if is_whole:
         return out
-    block_s = triton.next_power_of_2(shape.num_results)
+    block_s, block_d = triton.next_power_of_2(shape.num_results), _block_width(value_width)
     _combine[(rows, num_heads)](
-        partials, sums, out, rows, shape.num_results, NUM_HEADS=num_heads, WIDTH=width, BLOCK_S=block_s, BLOCK_D=block_d,
-        num_warps=8 if block_s * block_d >= SPREAD else 4,
+        partials, sums, sinks, out, rows, shape.num_results, NUM_HEADS=num_heads, WIDTH=value_width,
+        HAS_SINKS=sinks is not None, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=8 if block_s * block_d >= SPREAD else 4,
     )  # fmt: skip
     return out
 
@@ -85,16 +87,17 @@ def attend_by_position(
     scaling: float,
     window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Run `attend` for parts at fixed positions. Rows lie at the length of the prefix and their depth."""
     meta = packed.metadata
     assert meta is not None
-    (_, num_heads, width), num_kv, shape = query.shape, keys.shape[1], meta.shape
+    (rows, num_heads, _), (_, num_kv, width), shape = query.shape, values.shape, meta.shape
     partials = query.new_empty((shape.part_rows, num_heads, width), dtype=torch.float32)
     sums = query.new_empty((shape.part_rows, num_heads), dtype=torch.float32)
-    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    out = query.new_empty((rows, num_heads, width))
     # without fused operations, which the compiler would choose by what is around them
-    pieces, constants = _constants(query, num_kv, shape, window, softcap)
+    pieces, constants = _constants(query, values, shape, window, softcap)
     _attend_fixed_parts[(shape.tiles, num_kv * pieces)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions),
@@ -106,19 +109,20 @@ def attend_by_position(
     block_r = triton.next_power_of_2(shape.tile_rows)
     block_d = min(_block_width(width), NARROW_HEAD)
     _combine_in_order[(shape.tiles, num_heads, triton.cdiv(width, block_d))](
-        *(partials, sums, out, meta.tiles),
-        NUM_HEADS=num_heads, WIDTH=width, BLOCK_R=block_r, BLOCK_D=block_d,
+        *(partials, sums, sinks, out, meta.tiles),
+        NUM_HEADS=num_heads, WIDTH=width, HAS_SINKS=sinks is not None, BLOCK_R=block_r, BLOCK_D=block_d,
         enable_fp_fusion=False, num_warps=max(4, block_r * block_d // 2048),
     )  # fmt: skip
     return out
 
 
 def _constants(
-    query: Tensor, num_kv: int, shape: MetadataShape, window: int | None, softcap: float | None
+    query: Tensor, values: Tensor, shape: MetadataShape, window: int | None, softcap: float | None
 ) -> tuple[int, dict[str, int | float | None]]:
     """Return the pieces of a tile, and what both kernels of parts are compiled for, by the shape and type of query
-    [R, H, D].
+    [R, H, D] and the shape of values [S, J, D].
     """
+    num_kv, value_width = values.shape[1:]
     width, group = query.shape[2], query.shape[1] // num_kv
     is_wide = _block_width(width) > NARROW_HEAD
     rows = min(shape.tile_rows, max(1, min(shape.product_rows, _most_product_rows(query)) // group))
@@ -129,10 +133,12 @@ def _constants(
         "NUM_KV": num_kv,
         "GROUP": group,
         "WIDTH": width,
+        "V_WIDTH": value_width,
         "WINDOW": window or 0,
         "SOFTCAP": float(softcap or 0),
         "BLOCK_M": block_m,
         "BLOCK_D": _block_width(width),
+        "BLOCK_V": _block_width(value_width),
         "num_warps": 4 if _row_bytes(query) <= 256 and block_m <= 64 else 8,
         "num_stages": NUM_STAGES,
         "maxnreg": MOST_REGISTERS if query.dtype == torch.float32 or is_wide else None,
@@ -179,11 +185,11 @@ def _would_spill(query: Tensor, keys: Tensor) -> bool:
     do_not_specialize_on_alignment=["words", "masks", "tiles", "slots", "positions", "key_positions"],
 )
 def _attend_parts(
-    query, keys, values, partials, sums, words, masks, tiles, slots, positions, key_positions, scaling, rows,
-    splits, even_splits,
-    PIECES: tl.constexpr, ROWS: tl.constexpr,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, LONG_PART: tl.constexpr, IS_WHOLE: tl.constexpr,
+    query, keys, values, partials, sums, sinks, words, masks, tiles, slots, positions, key_positions, scaling, rows,
+    splits, even_splits, PIECES: tl.constexpr, ROWS: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    LONG_PART: tl.constexpr, IS_WHOLE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     tile, head, split = tiles + 10 * tl.program_id(0), tl.program_id(1) // PIECES, tl.program_id(2)
     skipped = tl.program_id(1) % PIECES * ROWS
@@ -192,7 +198,7 @@ def _attend_parts(
     if count <= 0:
         return
     length, prefix, masks = tl.load(tile + 4), words + tl.load(tile + 5), masks + tl.load(tile + 6) + skipped * stride
-    m, d, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    m, d, n, v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_V)
     live, row = m // GROUP < count, first + m // GROUP
     position = tl.load(positions + row, mask=live, other=2147483647)
     last = length + tl.load(tile + 7)
@@ -203,22 +209,21 @@ def _attend_parts(
     part = tl.cdiv(part, BLOCK_N) * BLOCK_N
     begin, end = lowest + split * part, tl.minimum(lowest + (split + 1) * part, last)
     cell = row.to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
-    kept = live[:, None] & (d < WIDTH)[None, :]
+    kept, stored = live[:, None] & (d < WIDTH)[None, :], live[:, None] & (v < V_WIDTH)[None, :]
     if begin >= end:
         if IS_WHOLE:
-            zero = tl.zeros([BLOCK_M, BLOCK_D], partials.dtype.element_ty)
-            tl.store(partials + cell[:, None] * WIDTH + d[None, :], zero, mask=kept)
+            tl.store(partials + cell[:, None] * V_WIDTH + v[None, :], 0.0, mask=stored)
         else:
             tl.store(sums + result.to(tl.int64) * rows * (NUM_KV * GROUP) + cell, float("-inf"), mask=live)
         return
     q = tl.load(query + cell[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
     top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for at in range(begin, tl.minimum(end, length), BLOCK_N):
         inside = at + n < tl.minimum(end, length)
         place = (tl.load(prefix + at + n, mask=inside, other=0).to(tl.int64) * NUM_KV + head) * WIDTH
         visible = inside[None, :] & (position[:, None] - (at + n)[None, :] < WINDOW if WINDOW else True)
-        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
+        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, V_WIDTH, SOFTCAP)
     start = tl.maximum(begin, length) - length
     for at in range(start // 32 * 32, end - length, BLOCK_N):
         inside = (at + n >= start) & (at + n < end - length)
@@ -232,22 +237,37 @@ def _attend_parts(
         if WINDOW:
             there = tl.load(key_positions + own + at + n, mask=inside, other=0)
             visible = visible & (position[:, None] - there[None, :] < WINDOW)
-        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
+        top, total, acc = _fold(q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH, V_WIDTH, SOFTCAP)
     out, some = result.to(tl.int64) * rows * (NUM_KV * GROUP) + cell, tl.where(total == 0, 1.0, total)  # no key seen
     if not IS_WHOLE:
         tl.store(sums + out, top + tl.log2(some), mask=live)
+    some = _with_sink(some, top, sinks, head * GROUP + m % GROUP, HAS_SINKS)
     mean = (acc / some[:, None]).to(partials.dtype.element_ty)
-    tl.store(partials + out[:, None] * WIDTH + d[None, :], mean, mask=kept)
+    tl.store(partials + out[:, None] * V_WIDTH + v[None, :], mean, mask=stored)
+
+
+@triton.jit
+def _with_sink(some, top, sinks, head, HAS_SINKS: tl.constexpr):
+    """Return the sum of a softmax over keys, relative to 2 ** top, with the head's sink; infinity where no key is seen."""
+    if HAS_SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        some = some * (1 + tl.exp2(sink - top - tl.log2(some)))
+    return some
 
 
 @triton.jit
 def _fold(
-    q, keys, values, place, inside, visible, top, total, acc, scaling, WIDTH: tl.constexpr, SOFTCAP: tl.constexpr
+    q, keys, values, place, inside, visible, top, total, acc, scaling,
+    WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Add one block of keys, at `place` in the KV cache, to a running softmax. NaN stays NaN, in its own row."""
     d = tl.arange(0, q.shape[1])
     at, kept = place[:, None] + d[None, :], inside[:, None] & (d < WIDTH)[None, :]
-    k, v = tl.load(keys + at, mask=kept, other=0.0), tl.load(values + at, mask=kept, other=0.0)
+    k = tl.load(keys + at, mask=kept, other=0.0)
+    if V_WIDTH != WIDTH:
+        e = tl.arange(0, acc.shape[1])
+        at, kept = (place // WIDTH * V_WIDTH)[:, None] + e[None, :], inside[:, None] & (e < V_WIDTH)[None, :]
+    v = tl.load(values + at, mask=kept, other=0.0)
     k, v = k.to(q.dtype), v.to(q.dtype)  # from 8 bits
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scaling
     if SOFTCAP > 0:
@@ -262,10 +282,10 @@ def _fold(
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def _combine(
-    partials, sums, out, rows, splits,
-    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+    partials, sums, sinks, out, rows, splits,
+    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of one row and head, weighted by their sums. Empty parts weigh nothing."""
+    """Combine the parts of one row and head, weighted by their sums. Empty parts weigh nothing. A sink counts once."""
     cell = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
     at = s.to(tl.int64) * rows * NUM_HEADS + cell
@@ -275,7 +295,9 @@ def _combine(
     kept = (part != float("-inf"))[:, None] & (d < WIDTH)[None, :]
     values = tl.load(partials + at[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
     total = tl.sum(weights, 0)
-    mean = tl.sum(values * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    some = tl.where(total == 0, 1.0, total)
+    some = _with_sink(some, top, sinks, tl.program_id(1), HAS_SINKS)
+    mean = tl.sum(values * weights[:, None], 0) / some
     tl.store(out + cell * WIDTH + d, mean.to(out.dtype.element_ty), mask=d < WIDTH)
 
 
@@ -283,8 +305,8 @@ def _combine(
 def _attend_fixed_parts(
     query, keys, values, partials, sums, words, masks, tiles, slots, positions, scaling,
     PIECES: tl.constexpr, ROWS: tl.constexpr,
-    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    NUM_KV: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, V_WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Attend one part of a tile. Blocks within the prefix are the same for all rows. Behind it each row of a tree has its
     own path, so that blocks there are taken once for each row, and rows without that path keep what they have.
@@ -300,21 +322,21 @@ def _attend_fixed_parts(
     begin, end, place = tl.load(tile + 8), tl.load(tile + 9), tl.load(tile + 10) + skipped
     if (begin >= end) | (count <= 0):
         return
-    m, d, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    m, d, n, v = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_V)
     live, row = m // GROUP < count, first + m // GROUP
     position = tl.load(positions + row, mask=live, other=2147483647)
     cell = row.to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
-    kept = live[:, None] & (d < WIDTH)[None, :]
+    kept, stored = live[:, None] & (d < WIDTH)[None, :], live[:, None] & (v < V_WIDTH)[None, :]
     q = tl.load(query + cell[:, None] * WIDTH + d[None, :], mask=kept, other=0.0)
     top, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if WINDOW:  # blocks that no row sees change nothing
         begin = tl.maximum(begin, tl.maximum(tl.min(position, 0) - WINDOW + 1, 0) // BLOCK_N * BLOCK_N)
     shared = tl.minimum(end, length // BLOCK_N * BLOCK_N)
     for at in range(begin, shared, BLOCK_N):
         where = (tl.load(prefix + at + n).to(tl.int64) * NUM_KV + head) * WIDTH
         visible = live[:, None] & (position[:, None] - (at + n)[None, :] < WINDOW if WINDOW else True)
-        top, total, acc = _fold(q, keys, values, where, n >= 0, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
+        top, total, acc = _fold(q, keys, values, where, n >= 0, visible, top, total, acc, scaling, WIDTH, V_WIDTH, SOFTCAP)
     for at in range(tl.maximum(begin, shared), end, BLOCK_N):
         for lane in range(lanes):
             depth = at + n - length
@@ -328,21 +350,23 @@ def _attend_fixed_parts(
             if WINDOW:
                 visible = visible & (position[:, None] - (at + n)[None, :] < WINDOW)
             where = (slot.to(tl.int64) * NUM_KV + head) * WIDTH
-            top, total, sum_of_all = _fold(q, keys, values, where, inside, visible, top, total, acc, scaling, WIDTH, SOFTCAP)
+            top, total, sum_of_all = _fold(
+                q, keys, values, where, inside, visible, top, total, acc, scaling, WIDTH, V_WIDTH, SOFTCAP
+            )
             acc = tl.where(mine[:, None], sum_of_all, acc)
     out = (place + m // GROUP).to(tl.int64) * (NUM_KV * GROUP) + head * GROUP + m % GROUP
     some = tl.where(total == 0, 1.0, total)
     tl.store(sums + out, tl.where(total == 0, float("-inf"), top + tl.log2(some)), mask=live)
-    tl.store(partials + out[:, None] * WIDTH + d[None, :], acc / some[:, None], mask=kept)
+    tl.store(partials + out[:, None] * V_WIDTH + v[None, :], acc / some[:, None], mask=stored)
 
 
 @triton.jit(do_not_specialize_on_alignment=["tiles"])
 def _combine_in_order(
-    partials, sums, out, tiles,
-    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+    partials, sums, sinks, out, tiles,
+    NUM_HEADS: tl.constexpr, WIDTH: tl.constexpr, HAS_SINKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Combine the parts of a tile's rows and one head, one after the other. Empty parts change nothing; padding rows get
-    zeros.
+    zeros. A sink counts once.
     """
     tile, head = tiles + 12 * tl.program_id(0), tl.program_id(1)
     first, count, place, parts = tl.load(tile), tl.load(tile + 1), tl.load(tile + 10), tl.load(tile + 11)
@@ -361,6 +385,8 @@ def _combine_in_order(
         shrink, weight = tl.exp2(top - base), tl.exp2(more - base)
         acc = acc * shrink[:, None] + mean * weight[:, None]
         top, total = higher, total * shrink + weight
-    mean = acc / tl.where(total == 0, 1.0, total)[:, None]
+    some = tl.where(total == 0, 1.0, total)
+    some = _with_sink(some, top, sinks, tl.program_id(1), HAS_SINKS)
+    mean = acc / some[:, None]
     where = ((first + r).to(tl.int64) * NUM_HEADS + head)[:, None] * WIDTH + d[None, :]
     tl.store(out + where, mean.to(out.dtype.element_ty), mask=kept)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device, runs_compiled
 from eyas.errors import CheckpointError
@@ -126,9 +126,10 @@ class EagleHead(nn.Module):
         return self.embedding.dtype
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """Key-value heads and head width of each layer."""
-        return [(self.config.num_kv_heads, self.config.head_dim)] * self.config.num_layers
+    def kv_shapes(self) -> list[KVShape]:
+        """Keys and values of each layer."""
+        c = self.config
+        return [KVShape(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers
 
     @property
     def num_heads(self) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.config.mtp_layouts import LAYOUTS, MtpModules, find_modules
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
@@ -162,14 +162,14 @@ class MtpHead:
         return self._shared.max_model_len
 
     @property
-    def kv_shapes(self) -> list[tuple[int, int]]:
-        """Key-value heads and head width of each module."""
+    def kv_shapes(self) -> list[KVShape]:
+        """Keys and values of each module."""
         return self._shared.kv_shapes * self.num_modules
 
     @property
     def num_heads(self) -> int:
         """Query heads."""
-        return self._shared.heads_per_kv * self.kv_shapes[0][0]
+        return self._shared.heads_per_kv * self.kv_shapes[0].num_heads
 
     @property
     def has_experts(self) -> bool:
@@ -245,7 +245,7 @@ def load_mtp_head(
     return MtpHead(shared, modules, wiring)
 
 
-def _load_module(files: MtpFiles, config: Any, dtype: str, device: str) -> tuple[Any, list[tuple[int, int]]]:
+def _load_module(files: MtpFiles, config: Any, dtype: str, device: str) -> tuple[Any, list[KVShape]]:
     """Return a causal LM of a module's layer, with what stands before it as `mtp_inputs`; and the shape of its keys."""
     own = module_config(config, files.layer, files.number)
     architecture = inspect_architecture(own)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache, load_rows
 from eyas.device.transfer import on_device_of
-from eyas.errors import CheckpointError
 from eyas.kernels.plain.layers import store_rows
 from eyas.models.inputs import PackedInputs, PaddedGroup
 
@@ -79,23 +78,19 @@ def slot_attention(  # noqa: PLR0913  # the signature that transformers calls
     kv_cache: KVCache,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    **others: Any,
+    s_aux: Tensor | None = None,
+    **_: Any,
 ) -> tuple[Tensor, None]:
     """Attend in one layer: query [1, H, R, D], key and value [1, J, R, D]. transformers calls it in every attention layer.
 
-    Stores the new keys and values in their slots first. Returns [1, R, H, D].
-    Raises CheckpointError for attention sinks, which Eyas does not support.
+    Stores the new keys and values in their slots first. Returns [1, R, H, D]. s_aux: the sinks of a layer that has some.
     """
-    if others.get("s_aux") is not None:
-        raise CheckpointError(
-            f"{type(module).__name__} uses attention sinks, which Eyas does not support; use another model"
-        )
     layer: int = module.layer_idx  # type: ignore[assignment]
     scales = kv_cache.scales[layer]
     store_rows(kv_cache.keys[layer], packed.slots, key[0].transpose(0, 1), scales.key)
     store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
     window = getattr(module, WINDOW, sliding_window)
-    out = attend_layer(query[0].transpose(0, 1), kv_cache, layer, packed, scaling, window, softcap)
+    out = attend_layer(query[0].transpose(0, 1), kv_cache, layer, packed, scaling, window, softcap, s_aux)
     return out[None].contiguous(), None  # as transformers' own; layers view it, or would copy it themselves
 
 
@@ -107,12 +102,13 @@ def attend_layer(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Run `attend_slots` over a layer of the KV cache. Attention is linear in the scales of keys, within, and values,
     behind.
     """
     keys, values, scales = kv_cache.keys[layer], kv_cache.values[layer], kv_cache.scales[layer]
-    out = attend_slots(query, keys, values, packed, scaling * scales.key, window, softcap)
+    out = attend_slots(query, keys, values, packed, scaling * scales.key, window, softcap, sinks)
     return out if scales.value == 1 else out * scales.value
 
 
@@ -124,6 +120,7 @@ def attend_slots(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of a pass in the way that its inputs ask for, as `attend`, once keys and values are in their
     slots.
@@ -136,9 +133,10 @@ def attend_slots(
         # [H, R, D] as J groups of (H / J) * R queries: grouped-query attention by plain batched attention.
         q = query.transpose(0, 1).reshape(1, keys.shape[1], -1, width)
         k, v = (_gather(slots, group, query.dtype)[None].transpose(1, 2) for slots in (keys, values))
-        return masked_attention(q, k, v, bias, scaling, softcap).view(num_heads, num_rows, width).transpose(0, 1)
+        sinks = _sink_of_rows(sinks, keys.shape[1], num_rows)
+        return masked_attention(q, k, v, bias, scaling, softcap, sinks).view(num_heads, num_rows, -1).transpose(0, 1)
     attend_rows = packed.attend or attend
-    return attend_rows(query, keys, values, packed, scaling, window, softcap)
+    return attend_rows(query, keys, values, packed, scaling, window, softcap, sinks)
 
 
 def attend(
@@ -149,24 +147,25 @@ def attend(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of query [R, H, D] over keys and values of all slots [S, J, D]; [R, H, D]. Loops over groups
-    only.
+    only. Inputs with metadata go to the Triton kernel, a function with the same signature.
 
     Args:
         window: of sliding-window attention, in tokens.
-        softcap: limit of the scores, as in Gemma 2. Inputs with metadata go to the Triton kernel, a function with the same
-            signature.
+        softcap: limit of the scores, as in Gemma 2.
+        sinks: of each query head [H], as in gpt-oss: the score of a key without a value, which no softcap or scale changes.
     """
     if packed.metadata is not None:
         from eyas.kernels.cuda import attention as kernel
 
         with on_device_of(query):
-            return kernel.attend(query, keys, values, packed, scaling, window, softcap)
-    out = torch.empty_like(query)
+            return kernel.attend(query, keys, values, packed, scaling, window, softcap, sinks)
+    out = query.new_empty(*query.shape[:2], values.shape[2])
     for index, group in enumerate(packed.groups):
         bias = packed.bias(index, window, query.dtype, query.shape[1] // keys.shape[1])
-        attended = _attend_group(query, keys, values, group, bias, scaling, softcap)
+        attended = _attend_group(query, keys, values, group, bias, scaling, softcap, sinks)
         if group.covers_pass:
             return attended
         rows = group.rows.flatten()
@@ -185,6 +184,7 @@ def _attend_group(
     bias: Tensor | None,
     scaling: float,
     softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Return the attention of the group's cells, [B * Q, H, D]: heads that share keys and values are
     folded into the rows.
@@ -193,11 +193,18 @@ def _attend_group(
     q = query if group.covers_pass else query.index_select(0, group.rows.flatten())
     # [B * Q, H, D] to [B, J, (H / J) * Q, D]: query heads that share keys and values become rows of one head.
     q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
-    k, v = (_gather(slots, group, q.dtype).view(batch, -1, num_kv, width).transpose(1, 2) for slots in (keys, values))
-    o = masked_attention(q, k, v, bias, scaling, softcap)
+    k, v = (
+        _gather(slots, group, q.dtype).view(batch, -1, num_kv, slots.shape[2]).transpose(1, 2) for slots in (keys, values)
+    )
+    o = masked_attention(q, k, v, bias, scaling, softcap, _sink_of_rows(sinks, num_kv, cells))
     # And back: [B, J, (H / J) * Q, D] to [B * Q, H, D].
-    o = o.view(batch, num_kv, num_heads // num_kv, cells, width).permute(0, 3, 1, 2, 4)
-    return o.reshape(batch * cells, num_heads, width)
+    o = o.view(batch, num_kv, num_heads // num_kv, cells, -1).permute(0, 3, 1, 2, 4)
+    return o.reshape(batch * cells, num_heads, -1)
+
+
+def _sink_of_rows(sinks: Tensor | None, num_kv: int, cells: int) -> Tensor | None:
+    """Return the sinks of query heads [H] for heads that are folded into the rows, [J, (H / J) * cells, 1]."""
+    return None if sinks is None else sinks.float().repeat_interleave(cells).view(num_kv, -1, 1)
 
 
 def _gather(slots: Tensor, group: PaddedGroup, dtype: torch.dtype) -> Tensor:
@@ -208,13 +215,21 @@ def _gather(slots: Tensor, group: PaddedGroup, dtype: torch.dtype) -> Tensor:
 
 
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scaling: float, softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return softmax(q k^T * scaling + bias) v over the last two dimensions; scores are soft-capped before the bias if
     asked.
+
+    sinks: of each row, [..., rows, 1]: the softmax has one more score, without a value.
     """
-    if softcap is None:
+    if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
+    scores = (q @ k.transpose(-1, -2)).float()
     # cap * tanh(s * scaling / cap) is s * scaling for small scores, and never above the cap.
-    scores = softcap * torch.tanh((q @ k.transpose(-1, -2)).float() * (scaling / softcap))
-    return torch.softmax(scores if bias is None else scores + bias, dim=-1).to(v.dtype) @ v
+    scores = scores * scaling if softcap is None else softcap * torch.tanh(scores * (scaling / softcap))
+    scores = scores if bias is None else scores + bias
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:  # what keys have of the softmax: sum / (sum + exp(sink)) = sigmoid(log(sum) - sink)
+        weights = weights * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - sinks)
+    return weights.to(v.dtype) @ v

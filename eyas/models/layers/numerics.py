@@ -123,6 +123,7 @@ def batch_invariant_attend(
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Run `attention.attend` of one segment in float64, rounded once: query [R, H, D], keys and values [S, J, D].
 
@@ -136,8 +137,13 @@ def batch_invariant_attend(
     k, v = (load_rows(cache, slots, torch.float64).transpose(0, 1)[:, None] for cache in (keys, values))
     scores = q @ k.transpose(-1, -2) * scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    out = torch.softmax(scores if bias is None else scores + bias[0], dim=-1) @ v
-    return out.permute(2, 0, 1, 3).reshape_as(query).to(query.dtype)
+    scores = scores if bias is None else scores + bias[0]
+    weights = torch.softmax(scores, dim=-1)
+    if sinks is not None:
+        own = sinks.double().view(num_kv, -1, 1, 1)
+        weights = weights * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - own)
+    out = weights @ v
+    return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1).to(query.dtype)
 
 
 def fixed_size_blocks(segment: Segment, rows: int, scratch: int) -> Iterator[Segment]:

@@ -26,6 +26,7 @@ from eyas.kernels.arguments import Draw, has_filters
 from eyas.kernels.by_device import sampling_kernels
 from eyas.models.checkpoint import StoredTensor, WeightFiles, explained
 from eyas.models.inputs import Segment
+from eyas.models.parallel.plans import plan_of
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling.acceptance import StepOutput
 from eyas.sampling.sampler import candidates, draw_candidates, takes_candidates
@@ -38,7 +39,11 @@ GATHERED = frozenset({"colwise_rep", "colwise_gather_output"})
 ROWS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
 PACKED = frozenset({"packed_colwise"})
 SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
-WHOLE = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"})
+# Styles of our own plans: parts of the last dimension, and what the first rank adds for all.
+LAST, FIRST = frozenset({"last_dimension"}), frozenset({"first_rank"})
+WHOLE = frozenset({
+    "replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params",
+})  # fmt: skip
 
 # Quantised weights that are tensors which can be cut, scales included.
 SPLIT_QUANTISATIONS = ("torchao",)
@@ -177,14 +182,14 @@ def shard_model(
         kv_heads: key-value heads of every layer.
         stored: where to read a parameter, if the model has none.
     """
-    plan, name = dict(getattr(model, "tp_plan", None) or {}), type(model).__name__
+    plan, name = plan_of(model), type(model).__name__
     if not plan:
         raise CheckpointError(f"{name} has no tensor-parallel plan in transformers; set engine.tensor_parallel_size to 1")
     if (kind := quantisation(model.config)) not in ("", *SPLIT_QUANTISATIONS):
         raise CheckpointError(
             f"ranks cannot share weights of {name} quantised by {kind}; set engine.tensor_parallel_size to 1"
         )
-    if unknown := set(plan.values()) - COLUMNS - ROWS - PACKED - SUMMED - WHOLE:
+    if unknown := set(plan.values()) - COLUMNS - ROWS - PACKED - SUMMED - LAST - FIRST - WHOLE:
         raise CheckpointError(
             f"the tensor-parallel plan of {name} asks for {', '.join(sorted(unknown))}, which Eyas does not support; set "
             "engine.tensor_parallel_size to 1"
@@ -215,13 +220,12 @@ def shares_vocabulary(model: Any, shard: Shard) -> bool:
     """Return whether each rank computes the logits of its own part of the vocabulary."""
     head = model.get_output_embeddings()
     path = next(path for path, module in model.named_modules() if module is head)
-    return _style(dict(model.tp_plan), path) in GATHERED and head.out_features % shard.size == 0
+    return _style(plan_of(model), path) in GATHERED and head.out_features % shard.size == 0
 
 
 def splits_heads(model: Any) -> bool:
     """Return whether each rank holds keys and values of its own heads only."""
-    plan = getattr(model, "tp_plan", None) or {}
-    return any(path.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for path, style in plan.items())
+    return any(path.rpartition(".")[2] in _KEY_PROJECTIONS and style == "colwise" for path, style in plan_of(model).items())
 
 
 def _layer_shard(path: str, style: str | None, shard: Shard, kv_heads: Sequence[int]) -> Shard:
@@ -255,9 +259,9 @@ def _cut_parameter(whole: Tensor | StoredTensor, style: str | None, shard: Shard
     """Return this rank's part of a parameter; None where it is the whole one, which is there already."""
     if style in COLUMNS | PACKED:
         return shard.cut(whole, max(whole.ndim - 2, 0), parts=2 if style in PACKED else 1)
-    if style in ROWS and whole.ndim > 1:
+    if style in LAST or (style in ROWS and whole.ndim > 1):
         return shard.cut(whole, -1)
-    if style in ROWS and shard.rank > 0:  # a bias is added once
+    if style in FIRST | ROWS and shard.rank > 0:  # a bias is added once
         return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
     return whole.narrow(0, 0, whole.shape[0]) if isinstance(whole, StoredTensor) else None
 

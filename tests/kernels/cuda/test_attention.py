@@ -28,7 +28,7 @@ from tests.support.devices.random_passes import (
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8), Heads(2, 2, 24), Heads(14, 2, 16)])
+HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8, 8, 0.0), Heads(2, 2, 24, 16), Heads(14, 2, 16, 20, 3.0)])
 WINDOWS = st.sampled_from([None, 1, 5, 30])
 SOFTCAPS = st.sampled_from([None, 2.0])
 
@@ -86,8 +86,9 @@ def check(
         query.to(DEVICE, dtype),
         *(x.to(DEVICE, kv_dtype or dtype) for x in (kv_cache.keys, kv_cache.values)),
     )
-    expected = naive(query[:rows].cpu().double(), kv_cache, segments, scaling_of(heads), window, softcap)
-    got = attention.attend(query, keys, values, packed, scaling_of(heads), window, softcap).cpu().double()
+    sinks = None if heads.sinks is None else heads.sinks.to(DEVICE)
+    expected = naive(query[:rows].cpu().double(), kv_cache, segments, scaling_of(heads), window, softcap, sinks)
+    got = attention.attend(query, keys, values, packed, scaling_of(heads), window, softcap, sinks).cpu().double()
     torch.testing.assert_close(got[:rows], expected, atol=tolerance, rtol=tolerance)
     assert not got[rows:].any(), "padding rows attend to nothing"
 
@@ -99,6 +100,25 @@ def test_attention_equals_its_definition(
     packing: Packing, segments: list[Segment], heads: Heads, window: int | None, softcap: float | None
 ) -> None:
     check(packing, segments, heads, window, softcap)
+
+
+@pytest.mark.parametrize("packing", [plainly, by_position])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16, 16, 2.0), Heads(4, 1, 24, 16, 2.0)])
+def test_sinks_and_narrow_values_equal_the_definition(packing: Packing, heads: Heads) -> None:
+    check(packing, make_pass([(True, 9, 60), (False, 30, 50), (True, 1, 0)]), heads, 33)
+
+
+@pytest.mark.parametrize("processors", [1, 6])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 16, 16, 2.0), Heads(4, 1, 24, 16, 2.0)])
+def test_a_sink_counts_once_however_keys_are_cut(processors: int, heads: Heads) -> None:
+    """Most rows have several parts, or one."""
+
+    def cut(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+        shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, processors, longest=100))
+        assert (shape.splits == 1) == (processors == 1)
+        return pack_with_metadata(segments, shape, scratch, DEVICE)
+
+    check(cut, make_pass([(True, 7, 90), (False, 3, 0)]), heads)
 
 
 SIZES = [(True, 40, 150), (False, 1, 70), (False, 70, 5), (True, 1, 0)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from eyas.api.request import Request, SamplingParams
-from eyas.cache.kv_cache import KVCache, SlotMemory
+from eyas.cache.kv_cache import KVCache, KVShape, SlotMemory
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
@@ -185,8 +185,8 @@ def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel,
 def test_the_kernel_names_unsupported_head_sizes(target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not why_no_kernel(target)
     for shapes, reason in (
-        ([(2, 8), (2, 520)], "heads are 520 wide, the kernel takes 512 at most"),
-        ([(2, 8), (1, 512)], "heads are 512 wide, the kernel takes 256 at most in float32"),
+        ([KVShape(2, 8, 8), KVShape(2, 520, 520)], "heads are 520 wide, the kernel takes 512 at most"),
+        ([KVShape(2, 8, 8), KVShape(1, 512, 512)], "heads are 512 wide, the kernel takes 256 at most in float32"),
     ):
         monkeypatch.setitem(target.__dict__, "kv_shapes", shapes)
         assert why_no_kernel(target) == reason

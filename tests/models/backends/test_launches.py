@@ -43,12 +43,10 @@ def target_pass(num_layers: int, rows: int, fixed_part: int = 0) -> Launches:
 def pass_of(target: TargetModel, rows: int, fixed_part: int = 0) -> Launches:
     """A pass of a target with its heads of each layer."""
     shapes, longest = target.kv_shapes, 8192 if fixed_part else 1 << 30
-    tiling = Tiling(target.heads_per_kv, shapes[0][0], 132, longest=longest, fixed_part=fixed_part)
+    tiling = Tiling(target.heads_per_kv, shapes[0].num_heads, 132, longest=longest, fixed_part=fixed_part)
     shape = bucket_shape(rows, 32, tiling)
-    kv: Any = SimpleNamespace(
-        scales=[UNSCALED] * len(shapes),
-        **{name: [torch.empty(1000, *s, dtype=torch.bfloat16, device=META) for s in shapes] for name in ("keys", "values")},
-    )
+    keys, values = ([torch.empty(1000, *s[:2], dtype=torch.bfloat16, device=META) for s in shapes] for _ in "kv")
+    kv: Any = SimpleNamespace(scales=[UNSCALED] * len(shapes), keys=keys, values=values)
     words = torch.empty(max_words(shape) + 100, dtype=torch.int32, device=META)
     with Launches() as found:
         KernelBackend(target, tiling, 0).forward(view(words, shape, shape.logits), kv)
@@ -228,7 +226,7 @@ def test_wide_layers_of_gemma_4_are_fused() -> None:
         for n in (1, 2)
     ]
     targets = [weightless(config) for config in configs]
-    assert {shape for target in targets for shape in target.kv_shapes} == {(8, 256), (2, 512)}
+    assert {shape for target in targets for shape in target.kv_shapes} == {(8, 256, 256), (2, 512, 512)}
     assert not any(map(why_no_kernel, targets))
     two, four = (pass_of(target, 64) for target in targets)
     assert (four.num - two.num) / 2 <= 10, four.by_name - two.by_name

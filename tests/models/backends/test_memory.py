@@ -73,10 +73,8 @@ def peak_of(rows: int, num_logits: int, tiling: Tiling = H100, part_rows: int = 
 
 def peak_of_pass(target: TargetModel, tiling: Tiling, shape: MetadataShape, num_drawn: int = 0) -> int:
     shapes = target.kv_shapes
-    kv: Any = SimpleNamespace(
-        scales=[UNSCALED] * len(shapes),
-        **{name: [torch.empty(1000, *s, dtype=torch.bfloat16, device=META) for s in shapes] for name in ("keys", "values")},
-    )
+    keys, values = ([torch.empty(1000, *s[:2], dtype=torch.bfloat16, device=META) for s in shapes] for _ in "kv")
+    kv: Any = SimpleNamespace(scales=[UNSCALED] * len(shapes), keys=keys, values=values)
     words = torch.empty(max_words(shape), dtype=torch.int32, device=META)
     with recorded(lambda launch: None), torch.inference_mode(), PeakMemory() as found:
         out = KernelBackend(target, tiling, 0).forward(view(words, shape, shape.logits), kv)
@@ -132,7 +130,7 @@ def test_arithmetic_covers_experts_of_the_largest_pass(family: str, settings: di
     """Each row has the outputs of eight experts side by side. Gemma 4 lacked 156 MB."""
     target = weightless(AutoConfig.for_model(family, **settings, num_hidden_layers=2, pad_token_id=0))
     target.set_aux_hidden_state_layers(())
-    rows, tiling = 2432, Tiling(target.heads_per_kv, target.kv_shapes[0][0], 132)
+    rows, tiling = 2432, Tiling(target.heads_per_kv, target.kv_shapes[0].num_heads, 132)
     shape = tiling.shape(rows, 1, -(-rows // tiling.most_rows), tiling.most_rows)
     expected, found = launched_bytes(PassSizes.of(target), rows, 1, 0, tiling), peak_of_pass(target, tiling, shape)
     assert found <= expected <= 4 / 3 * found, (found, expected)

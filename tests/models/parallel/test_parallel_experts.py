@@ -66,7 +66,7 @@ def rank_of(folder: str, rank: int) -> TargetModel:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION_NAME)
     model.config.pad_token_id = None
     shard, shapes = Shard(rank, NUM_RANKS), measure_kv_shapes(model.config)
-    shard_model(model, shard, [heads for heads, _ in shapes])
+    shard_model(model, shard, [shape.num_heads for shape in shapes])
     target = TargetModel(model, shard=shard, kv_shapes=shapes)
     assert fuse_layers(model)
     return target
@@ -143,7 +143,7 @@ def test_only_the_sum_over_ranks_is_taken_for_it(tmp_path: Path) -> None:
     assert whole.sum_ranks is None
     assert RoutedExperts.of_block(block, "silu") is None
     hook.remove()
-    shard_model(model, Shard(0, NUM_RANKS), [heads for heads, _ in measure_kv_shapes(model.config)])
+    shard_model(model, Shard(0, NUM_RANKS), [shape.num_heads for shape in measure_kv_shapes(model.config)])
     sharded = RoutedExperts.of_block(block, "silu")
     assert sharded is not None
     assert sharded.sum_ranks == model.exchanges.sum

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from eyas.api.request import Request, SamplingParams
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine, run_worker
 from eyas.engine.draft_manager import DraftManager
@@ -285,7 +285,7 @@ def test_modules_of_another_thread_keep_their_weights() -> None:
 
 def test_a_rank_without_the_buckets_of_rank_0_reports_it(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target(tiny_target)
-    monkeypatch.setitem(target.__dict__, "kv_shapes", [(2, 512)])
-    kv_cache = KVCache(8, [(2, 8)], 0, target.dtype, target.device)
+    monkeypatch.setitem(target.__dict__, "kv_shapes", [KVShape(2, 512, 512)])
+    kv_cache = KVCache(8, [KVShape(2, 8, 8)], 0, target.dtype, target.device)
     with pytest.raises(ConfigError, match="rank 0 takes the kernel for attention, but here heads are 512 wide"):
         build_backend(BackendPlan(BackendKind.KERNEL, PLAN.limits), target, kv_cache)

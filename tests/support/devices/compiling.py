@@ -179,6 +179,24 @@ def layout_calls(sm: int) -> None:
         kernel.attend(query, keys, keys, packed, width**-0.5)
 
 
+def sink_calls(sm: int) -> None:
+    """The attention of a step and of a tree with sinks: gpt-oss, and MiMo's layers, whose values are narrower than keys."""
+    from eyas.kernels.cuda import attention as kernel
+    from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
+
+    for width, value_width, heads, num_kv in ((64, 64, 64, 8), (192, 128, 64, 8)):
+        query = torch.zeros(64, heads, width, dtype=torch.bfloat16, device=META)
+        keys, values = (torch.zeros(1024, num_kv, size, dtype=query.dtype, device=META) for size in (width, value_width))
+        sinks = torch.zeros(heads, dtype=query.dtype, device=META)
+        # keys in parts, whole keys, and parts at fixed positions
+        wanted = (132, 1 << 30, 0), (1, 256, 0), (132, 8192, FIXED_PART)
+        for processors, longest, fixed_part in wanted[: 3 if sm in WHOLE else 1]:
+            tiling = Tiling(heads // num_kv, num_kv, processors, longest=longest, fixed_part=fixed_part)
+            shape = bucket_shape(64, 32, tiling)
+            packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
+            kernel.attend(query, keys, values, packed, width**-0.5, 128, None, sinks)
+
+
 def prefill_calls(sm: int) -> None:
     """The attention of long prompts in tiles of 128 rows, over whole keys, and once over parts of them."""
     from eyas.kernels.cuda import attention as kernel
@@ -328,7 +346,7 @@ def drafting_calls(sm: int) -> None:
 
 
 KERNEL_CALLS: tuple[Callable[[int], None], ...] = (
-    attention_calls, layout_calls, prefill_calls, layer_calls, expert_calls, sampling_calls, drafting_calls,
+    attention_calls, layout_calls, sink_calls, prefill_calls, layer_calls, expert_calls, sampling_calls, drafting_calls,
 )  # fmt: skip
 
 

@@ -14,11 +14,18 @@ from eyas.protocol.tree import DraftTree
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, key-value heads, their width."""
+    """Query heads, key-value heads, their width, that of values if it is another, and the sink of the first query head."""
 
     query: int
     kv: int
     width: int
+    value_width: int = 0
+    sink: float | None = None
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """Of each query head, one smaller than that before it."""
+        return None if self.sink is None else self.sink - torch.arange(self.query) / 2
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,8 @@ class RandomKV:
 def make_kv_cache(num_slots: int, heads: Heads, seed: int, dtype: torch.dtype) -> RandomKV:
     """Noise in float64 that `dtype` can hold; the last slot is for padding and must never be read."""
     generator = torch.Generator().manual_seed(seed)
-    keys, values = (torch.randn(num_slots + 1, heads.kv, heads.width, generator=generator).to(dtype).double() for _ in "kv")
+    widths = heads.width, heads.value_width or heads.width
+    keys, values = (torch.randn(num_slots + 1, heads.kv, w, generator=generator).to(dtype).double() for w in widths)
     keys[-1] = values[-1] = float("nan")
     return RandomKV(keys, values)
 
@@ -81,10 +89,18 @@ def num_slots(sizes: list[tuple[bool, int, int]]) -> int:
 
 
 def naive(
-    query: Tensor, kv_cache: RandomKV, segments: list[Segment], scaling: float, window: int | None, softcap: float | None
+    query: Tensor,
+    kv_cache: RandomKV,
+    segments: list[Segment],
+    scaling: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of query [R, H, D], float64, row by row and head by head."""
-    out, row = torch.zeros_like(query), 0
+    """Attention of query [R, H, D], float64, row by row and head by head. A sink is one more score, dropped behind the
+    softmax.
+    """
+    out, row = query.new_zeros(*query.shape[:2], kv_cache.values.shape[2]), 0
     group = query.shape[1] // kv_cache.keys.shape[1]
     for segment in segments:
         length = len(segment.prefix)
@@ -97,7 +113,9 @@ def naive(
             for head in range(query.shape[1]):
                 scores = kv_cache.keys[slots, head // group] @ query[row, head] * scaling
                 scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-                out[row, head] = torch.softmax(scores, 0) @ kv_cache.values[slots, head // group]
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head, None].to(scores)])
+                out[row, head] = torch.softmax(scores, 0)[: len(slots)] @ kv_cache.values[slots, head // group]
             row += 1
     return out
 

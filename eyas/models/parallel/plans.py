@@ -1,0 +1,32 @@
+"""Tensor-parallel plans: those of transformers, and our own for families that it has none for.
+
+A plan gives paths of modules and parameters, with `*` for the number of a layer, a style: see `shards`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+# By class, below the decoder. Experts of gpt-oss hold their weights transposed, gate_up [E, C, 2 I] and down [E, I, C].
+# Gates and ups take turns in gate_up: a contiguous part of it holds whole pairs, where halves would part them.
+OWN_PLANS: dict[str, dict[str, str]] = {
+    "GptOssForCausalLM": {
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.self_attn.sinks": "colwise",
+        "layers.*.mlp.experts.gate_up_proj": "last_dimension",
+        "layers.*.mlp.experts.gate_up_proj_bias": "last_dimension",
+        "layers.*.mlp.experts.down_proj": "colwise",
+        "layers.*.mlp.experts.down_proj_bias": "first_rank",
+        "layers.*.mlp.experts": "moe_tp_experts",
+    },
+}
+
+
+def plan_of(model: Any) -> dict[str, str]:
+    """Return the tensor-parallel plan of a causal LM; empty if there is none."""
+    plan = dict(getattr(model, "tp_plan", None) or {})
+    own = OWN_PLANS.get(type(model).__name__, {})
+    return {f"{model.base_model_prefix}.{path}": style for path, style in own.items()} | plan
