@@ -80,12 +80,14 @@ class EagleDrafter(NeuralDrafter[Tensor]):
                 f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: an EAGLE drafter needs num_steps of at least "
                 f"1 and top_k of at most its draft vocabulary, {c.draft_vocab_size}"
             )
-        shapes, dtype, device = head.kv_shapes, head.dtype, head.draft_ids.device
+        shapes = head.kv_shapes
+        dtype, device = head.dtype, head.draft_ids.device
         self._head, self._dtype = head, dtype
         sizes = HeadSizes(head.num_heads, shapes[0].num_heads, shapes[0].key_width)
         plan = partial(plan_tree_slots, sizes, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
-        widths, visible = self._widths(tree, static_tree), self._visible(tree)
-        slots = plan(widths, capture=capture, visible=visible) if head.num_modules == 1 else None
+        slots = None
+        if head.num_modules == 1:
+            slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
         compiled = None if slots or static_tree or config.emulated_device else head.compiled
         rows_of_tree = tree.top_k * (tree.num_steps - 1)
         shares_slots = bool(compiled) or (head.rows_in_slots and not slots)
@@ -200,8 +202,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         segments = [*pairs, *(self._segment(*each) for each in zip(rows, prefixes, strict=True))]
         true = [context.features for context in commits if context.features is not None]
         predicted = [on_host(own.features) for own in rows]
-        device, dtype = self.draft_ids.device, self._dtype
-        features = torch.cat([*(moved(each, device, dtype) for each in true), *predicted])
+        device = self.draft_ids.device
+        features = torch.cat([*(moved(each, device, self._dtype) for each in true), *predicted])
 
         def run() -> tuple[Tensor, Ranked]:
             states = self._run_segments(features, segments)

@@ -149,8 +149,9 @@ def _load_eagle(parts: DrafterParts, kind: Kind) -> EagleHead:
 
 
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
-    head, is_ahead, capture = _load_eagle(parts, kind), parts.ahead_mode != "never", parts.capture()
+    is_ahead = parts.ahead_mode != "never"
     num_grown_slots = NUM_GROWN_SLOTS if is_ahead else 0
+    head, capture = _load_eagle(parts, kind), parts.capture()
     drafter = EagleDrafter(head, parts.head_tree, parts.drafting, capture=capture, num_grown_slots=num_grown_slots)
     return parts.with_ahead(drafter) if is_ahead else drafter
 
