@@ -96,11 +96,11 @@ def methods_table() -> str:
             "method": f"`{name}`",
             "needs": facts.head or facts.optional_head or "nothing",
             "features": words["features" in facts.needs],
-            "`rejection`": words[bool(facts.head)],
+            "`rejection`": words[facts.has_head],
             "shared noise": words[facts.has_probs],
-            "CUDA graphs": "yes" if facts.head else "not needed",
+            "CUDA graphs": "yes" if facts.has_head else "not needed",
             "drafting ahead": words[facts.drafts_ahead],
-            "in A+B": "without a second head" if facts.head else "yes",
+            "in A+B": "without a second head" if facts.has_head else "yes",
         }
         for name, facts in METHOD_FACTS.items()
     ]
@@ -122,11 +122,13 @@ def families_tables() -> str:
         refused.setdefault(reason, []).append(kind)
     refusals = [f"| {_kinds(sorted(kinds))} | {why} | {families.NEEDED.get(why, '')} |" for why, kinds in refused.items()]
     wrapped = [f"| `{kind}` | `{text}` |" for kind, (text, *_) in sorted(families.WRAPPED.items())]
+    modules = [f"| `{kind}` | `{layer}` |" for kind, layer in families.MODULES.items()]
     same = [f"| `{kind}` | `{other}` |" for kind, other in sorted(families.SAME_AS.items())]
     return "\n".join([
         "| `model_type` served | over ranks | heads that read hidden states |", "|---|---|---|",
         *served, "",
         "| model for images or sound | text part that is served |", "|---|---|", *wrapped, "",
+        "| `model_type` with a module for multi-token prediction | its layer's tensors |", "|---|---|", *modules, "",
         "| `model_type` | runs as |", "|---|---|", *same, "",
         "| `model_type` refused | what the refusal says | what Eyas would need |", "|---|---|---|",
         *refusals, f"| {_kinds(sorted(families.NOT_JUDGED))} | not tested | |",

@@ -83,7 +83,8 @@ class LLM:
     Args:
         model: folder or hub id of the target, any causal LM that transformers loads.
         draft_model: folder or hub id of the draft head, or of another checkpoint that the method loads.
-        method: how to draft; if only `draft_model` is given, the method that it is for. Without either, decoding is plain.
+        method: how to draft; if only `draft_model` is given, the method that it is for. Without either, the target's own
+            module for multi-token prediction drafts if its checkpoint has one; "none" decodes plainly.
         dtype: of the weights. "auto" takes the checkpoint's on a GPU and float32 on the CPU.
         device: "auto" takes CUDA where torch finds a GPU, else the CPU.
         validate_head: "auto" tries the plausible wirings of an EAGLE head and takes the best; "never" trusts its config.
@@ -132,7 +133,7 @@ class LLM:
         use_threads(threads, (device, passes))
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
         drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)
-        head = DraftHead(drafts.draft_model, drafts.method)
+        head = DraftHead(drafts.draft_model, drafts.method, checkpoint, has_default=True)
         shape = drafts.tree or TreeConfig()
         fuser = head.build_fuser(checkpoint, passes, device)
         with progress(waits=True) as shown, ExitStack() as undo:

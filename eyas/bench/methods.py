@@ -187,7 +187,7 @@ def _contender(
     model, dtype, device, tree = settings.model, str(target.dtype).removeprefix("torch."), settings.device, settings.tree
     fuser, drafter = None, None
     if spec is not None:
-        head = DraftHead(spec.draft_model, spec.name)
+        head = DraftHead(spec.draft_model, spec.name, model)
         fuser = head.build_fuser(model, dtype, device)
         one = replace(drafting or DraftingConfig(), cuda_graph_max_batch=1)  # more graphs would take long to capture
         drafter = head.build_drafter(model, dtype, device, tree, one)

@@ -96,7 +96,8 @@ def load(settings: OfflineSettings) -> tuple[OfflineSettings, BenchParts]:
     Returns the settings with what they leave open, method and levels of its trees, too. Raises CheckpointError;
     ConfigError for an unknown method or device.
     """
-    target, head = Checkpoint(settings.model), DraftHead(settings.draft_model, settings.method)
+    target = Checkpoint(settings.model)
+    head = DraftHead(settings.draft_model, settings.method, target)
     device, dtype = resolve_placement(settings.device, settings.dtype, target)
     passes = pass_dtype(target, dtype, device, EngineConfig())
     use_threads(settings.threads, (device, passes))

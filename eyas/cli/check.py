@@ -35,9 +35,14 @@ def _check() -> None:
 @check.command()
 def head(
     model: Model,
-    draft_model: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE or block head.")],
+    draft_model: Annotated[
+        str, typer.Option(help="Folder or hub id of an EAGLE or block head; by default the model's own MTP module.")
+    ] = "",
     method: Annotated[
-        str, typer.Option(help="eagle1, eagle2, eagle3, peagle, dspark, dflash or dflash2; by default what the head is for.")
+        str,
+        typer.Option(
+            help="eagle1, eagle2, eagle3, peagle, mtp, dspark, dflash or dflash2; by default what the head is for."
+        ),
     ] = "",
     dtype: DtypeName = "auto",
     device: Device = "auto",
@@ -54,19 +59,22 @@ def head(
 
         device, dtype = resolve_placement(device, dtype, model)
         use_threads(threads, (device, dtype))
-        head = DraftHead(draft_model, method)
+        head = DraftHead(draft_model, method, model, has_default=True)
         method = head.method
+        checked = draft_model or model
         shown.show(f"loading {model}")
         target = load_target(model, dtype, device)
         shown.show("trying the wirings of the head")
         report = head.validate(target, model, dtype, device)
     if report is None:
-        raise ConfigError(f"method {method!r} has no head to check; take an EAGLE or block method")
+        raise ConfigError(
+            f"method {method!r} has no head to check; take an EAGLE or block method, or a model with an MTP module"
+        )
     Console().print(_wiring_table(report))
     print(report)
-    report.require(draft_model)
+    report.require(checked)
     if write:
-        print(f"written to {_write_wiring(draft_model, report.best.wiring)}")
+        print(f"written to {_write_wiring(checked, report.best.wiring)}")
 
 
 def _write_wiring(draft_model: str, wiring: HeadWiring) -> Path:

@@ -199,7 +199,10 @@ ConfigFile = Annotated[
 ]
 DraftModel = Annotated[str, typer.Option(help="Folder or hub id of the draft head or draft model.")]
 Method = Annotated[
-    str, typer.Option(help="Drafting method (see `eyas drafters`); by default the one that the draft model is for.")
+    str,
+    typer.Option(
+        help="Drafting method (see `eyas drafters`); by default that of the draft model, or of the model's own MTP module."
+    ),
 ]
 NumDraftTokens = Annotated[
     int | None,

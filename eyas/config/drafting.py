@@ -17,8 +17,9 @@ DraftQuantization = Literal["", "fp8"]
 # prompt: one that resembles what follows it.
 Need = Literal["features", "samples", "prompt"]
 
-# The method of plain decoding.
+# The method of plain decoding, and the one that reads what a target's own checkpoint brings along.
 NO_DRAFTS = "none"
+MTP = "mtp"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,11 @@ class MethodFacts:
     has_probs: bool = False
     drafts_ahead: bool = False
 
+    @property
+    def has_head(self) -> bool:
+        """Return whether it loads a head or a draft model; a configuration names one at most."""
+        return bool(self.head) or "features" in self.needs
+
 
 def _with_head(head: str, drafts_ahead: bool = False) -> MethodFacts:
     return MethodFacts(head, needs=("features",), has_probs=True, drafts_ahead=drafts_ahead)
@@ -50,6 +56,12 @@ METHOD_FACTS: Mapping[str, MethodFacts] = {
     "eagle2": _with_head("a draft head of EAGLE-1", drafts_ahead=True),
     "eagle3": _with_head("a draft head of EAGLE-3", drafts_ahead=True),
     "peagle": _with_head("a draft head of P-EAGLE"),
+    MTP: MethodFacts(
+        optional_head="another checkpoint with the target's modules for multi-token prediction, if its own has none",
+        needs=("features",),
+        has_probs=True,
+        drafts_ahead=True,
+    ),
     "dspark": _with_head("a draft head of DSpark"),
     "dflash": _with_head("a draft head of DFlash"),
     "dflash2": _with_head("a draft head of DFlash2"),
@@ -369,10 +381,10 @@ def split_method(name: str) -> list[str]:
             raise ConfigError(f"unknown drafter {side!r}; known: {known}, and two of them combined, such as A+B")
     if len(sides) > 2 or len(set(sides)) < len(sides):
         raise ConfigError(f"drafter {name!r} is no combination; name two different methods, such as eagle3+prompt_lookup")
-    if len([side for side in sides if METHOD_FACTS[side].head]) == 2:
+    if all(METHOD_FACTS[side].has_head for side in sides) and len(sides) == 2:
         raise ConfigError(
             f"both drafters of {name!r} need a head, and a configuration names one; combine either with one that needs "
-            f"none: {', '.join(method for method, facts in METHOD_FACTS.items() if not facts.head)}"
+            f"none: {', '.join(method for method, facts in METHOD_FACTS.items() if not facts.has_head)}"
         )
     return sides
 

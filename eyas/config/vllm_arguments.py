@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from eyas.config.drafting import DraftQuantization, MethodsConfig, TreeConfig
+from eyas.config.drafting import MTP, DraftQuantization, MethodsConfig, TreeConfig
 from eyas.config.engine import EngineConfig
 from eyas.errors import ConfigError
 
@@ -55,8 +55,11 @@ _METHODS = {
     "dspark": "dspark",
     "draft_model": "sps",
     "suffix": "suffix",
+    "mtp": MTP,
 }
-_UNKNOWN_METHODS = frozenset({"mtp", "mlp_speculator", "deepseek_mtp"})
+_UNKNOWN_METHODS = frozenset({"mlp_speculator"})
+# vLLM also names the modules of each family, such as deepseek_mtp.
+_OF_FAMILY = "_mtp"
 _SPECULATIVE_HINTS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "draft_tensor_parallel_size": ((None, 1), "a drafter has one process; leave it out"),
     "disable_by_batch_size": ((None,), 'leave draft_budget at "auto", which drafts as far as it pays'),
@@ -134,7 +137,7 @@ def speculation(config: Mapping[str, Any], methods: MethodsConfig) -> Speculatio
         method = "ngram"
     if method in _UNKNOWN_METHODS:
         raise ConfigError(f"speculative_config has the method {method!r}, which Eyas does not have; see `eyas drafters`")
-    method = _METHODS.get(method, method)
+    method = MTP if method.endswith(_OF_FAMILY) else _METHODS.get(method, method)
     lengths = [int(config[key]) for key in ("prompt_lookup_max", "prompt_lookup_min") if config.get(key)]
     if lengths:
         ngram = replace(methods.prompt_lookup, max_ngram=lengths[0], min_ngram=lengths[-1])

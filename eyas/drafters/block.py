@@ -23,7 +23,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import moved
 from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork, within
-from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
+from eyas.drafters.neural import NeuralDrafter, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import (
@@ -40,6 +40,7 @@ from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.backends.packed_weights import PackedLinear, has_kernel
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.compiled import CompiledBackbone
+from eyas.models.heads.slots import cache_and_attend
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.layers.attention import masked_attention
 from eyas.protocol.commit import TreeBudget

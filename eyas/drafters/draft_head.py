@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import cached_property
 
 from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
-from eyas.config.drafting import METHOD_FACTS, NO_DRAFTS, check_method, check_quantization
+from eyas.config.drafting import METHOD_FACTS, MTP, NO_DRAFTS, check_method, check_quantization
+from eyas.config.mtp_layouts import default_method
 from eyas.device.host import report_phase
 from eyas.device.memory import explain_out_of_memory
 from eyas.drafters.base import LocalDrafter
@@ -37,17 +38,36 @@ class DraftHead:
     a head that does not load or is for another method.
 
     Attributes:
-        path: Folder, hub id or file; empty for methods that load nothing.
+        path: Folder, hub id or file; empty for methods that load nothing, and for modules in the target's own checkpoint.
+        is_default: Whether the target's own module drafts if it has one, because nothing was named.
+
+    Args:
+        target: whose own modules `mtp` reads, if `path` is empty.
+        has_default: whether they draft if neither path nor method is named.
     """
 
-    def __init__(self, path: str, method: str = "") -> None:
+    def __init__(
+        self, path: str, method: str = "", target: CheckpointSource | None = None, has_default: bool = False
+    ) -> None:
         self.path = path
-        self._checkpoint = Checkpoint(path)
+        self.is_default = has_default and target is not None and not (path or method)
+        self._target = None if target is None else open_checkpoint(target)
+        self._own = Checkpoint(path)
         self._named = method
 
     @cached_property
+    def _checkpoint(self) -> Checkpoint:
+        reads_target = not self.path and MTP in self.method.split("+")
+        return self._target if reads_target and self._target is not None else self._own
+
+    @cached_property
     def method(self) -> str:
-        """The method that was named, or else the one that the head is for; NO_DRAFTS without a head."""
+        """The method that was named, or else the one that the head or the target's own module is for; NO_DRAFTS without
+        one.
+        """
+        if self.is_default and self._target is not None:
+            folder = self._target.folder
+            return default_method(self._target.path, lambda name: file if (file := folder / name).is_file() else None)
         if self._named or not self.path:
             return self._named or NO_DRAFTS
         if self.detected is None:
@@ -66,17 +86,18 @@ class DraftHead:
 
         EAGLE-1's heads give eagle2: its dynamic trees are the better ones.
         """
-        if (self._checkpoint.folder / DATASTORE_HEADER).exists():
+        checkpoint = self._own
+        if (checkpoint.folder / DATASTORE_HEADER).exists():
             return "rest"
-        raw = self._checkpoint.config
+        raw = checkpoint.config
         called = " ".join(map(str, (*(raw.get("architectures") or ()), raw.get("model_type")))).lower()
         heads = next((kind for kind in ("medusa", "hydra") if kind in called or f"{kind}_num_heads" in raw), None)
         if found := heads or find_kind(raw):
             return found
-        if eagle := find_eagle_kind(self._checkpoint.files):
+        if eagle := find_eagle_kind(checkpoint.files):
             return "eagle2" if eagle == "eagle" else eagle
         # a head of an unknown kind may be called a model too
-        is_model = bool(set(EMBEDDING_NAMES) & self._checkpoint.files.keys())
+        is_model = bool(set(EMBEDDING_NAMES) & checkpoint.files.keys())
         return "sps" if is_model and "causallm" in called and "eagle" not in called else None
 
     def resolve_tree(self, tree: TreeConfig) -> TreeConfig:
@@ -151,7 +172,7 @@ class DraftHead:
 
         A wiring that `eyas train` or `eyas check head --write` recorded stays, also of a head that has learnt little so
         far. Returns None for a method without a head that has wirings. Raises CheckpointError for another head that works
-        in none.
+        in none, unless it is the default.
         """
         report_phase("checking")
         report = self.validate(model, target, dtype, device)
@@ -159,13 +180,16 @@ class DraftHead:
             return None
         if WIRING_KEY in self._checkpoint.config:
             report = replace(report, scores=report.scores[:1])
-        else:
-            report.require(self.path)
+        elif not self.is_default:
+            report.require(self._checkpoint.path)
         if report.failed:
             log.warning(
-                "%s: no more than chance, so that drafts cost time and save none. The head is served, for its config "
-                "records its wiring; --validate-head never leaves this check out",
+                "%s: no more than chance, so that drafts cost time and save none. %s; --validate-head never leaves this "
+                "check out",
                 report,
+                "To decode without drafts, set method to none"
+                if self.is_default
+                else "The head is served, for its config records its wiring",
             )
         elif report.config_is_right:
             log.info("%s", report)

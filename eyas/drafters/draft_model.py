@@ -7,7 +7,6 @@ Legend: S sessions, L tree levels that are run, W rows of a level, P longest pre
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,13 +21,12 @@ from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
 from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.rows import GroupLevels, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
-from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.backends.cuda import KernelBackend
 from eyas.models.backends.cuda_graphs import Capture, CaptureLimits, GraphBackend
-from eyas.models.inputs import PackedInputs, PaddedGroup, Segment
+from eyas.models.inputs import Segment
 from eyas.models.target import TargetModel
 
 
@@ -190,51 +188,6 @@ class ModelExpansion:
         if not self._tokens:
             return torch.zeros(len(self._logits), 2, 0, dtype=torch.int64, device=self._logits.device)
         return torch.stack([torch.cat(self._tokens, 1), torch.cat(self._parents, 1)], 1)
-
-
-class GroupLevels:
-    """The rows of trees for the plain attention. packed: the newest level."""
-
-    packed: PackedInputs
-
-    def __init__(self, cached: PaddedPrefix, max_model_len: int) -> None:
-        self._max_model_len, self._length = max_model_len, cached.slots.shape[1]
-        self._keys = torch.cat([cached.slots, cached.scratch], 1)
-        places = torch.arange(self._length, device=cached.slots.device)
-        self._seen = (places < cached.lengths[:, None])[:, None]
-        self._root = cached.lengths[:, None] - 1
-        self._key_positions = places.expand(len(cached.slots), -1)
-
-    def level(self, level: int, parents: Tensor, tokens: Tensor) -> GroupLevels:
-        """Add the rows of the next level, from 1; parents and tokens [S, W]."""
-        sessions, width = tokens.shape
-        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        positions = (self._root + level).clamp(max=self._max_model_len - 1).expand_as(tokens)
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
-        found = copy(self)
-        found._seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
-        found._key_positions = torch.cat([self._key_positions, positions], dim=1)
-        end = self._length + width * level
-        keys, slots = self._keys[:, :end], self._keys[:, end - width : end]
-        rows = torch.arange(tokens.numel(), device=tokens.device)
-        group = LevelGroup(rows.view_as(tokens), keys, found._seen, positions, found._key_positions)
-        found.packed = PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, (group,))
-        return found
-
-
-class LevelGroup(PaddedGroup):
-    """One level of all sessions' trees, from tensors that are on the device already."""
-
-    def __init__(self, rows: Tensor, keys: Tensor, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> None:
-        self.shape = (rows.shape[0], rows.shape[1])
-        self.covers_pass = True
-        self.unmasked = False
-        self.filled_cells = None
-        self.rows = rows
-        self.keys = keys
-        self.mask = mask
-        self.query_positions = query_positions
-        self.key_positions = key_positions
 
 
 def split_passes(segments: Sequence[Segment], max_rows: int) -> Iterator[list[Segment]]:

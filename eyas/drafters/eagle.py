@@ -15,23 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.cache.kv_cache import KVCache, KVShape
+from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import Bools, Ints, moved, upload
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, DraftWork, within
-from eyas.drafters.neural import (
-    NeuralDrafter,
-    attend_slots,
-    cache_and_attend,
-    layer_slots,
-    new_rows,
-    plan_tree_slots,
-)
+from eyas.drafters.neural import HeadSizes, NeuralDrafter, new_rows, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
-from eyas.drafters.trees.rows import BufferAttention, FoundRows, GrownRows, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.rows import (
+    BufferAttention,
+    FoundRows,
+    GrownRows,
+    Roots,
+    SlotLevels,
+    SlotRows,
+)
 from eyas.drafters.trees.scoring import make_scorer, noise_words, scorer_kind
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, on_host
@@ -42,15 +42,17 @@ from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.compiled import CompiledEagle
 from eyas.models.heads.eagle import EagleHead
+from eyas.models.heads.mtp import MtpHead
+from eyas.models.heads.slots import attend_slots, layer_slots
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.protocol.tree import DraftTree, DraftTrees
 
-# Sessions whose trees grow together on the CPU. Their rows have slots of the KV cache.
-MAX_COMPILED_SESSIONS = 16
+# Sessions whose trees grow together where their rows share slots of the KV cache without the attention kernel.
+MAX_SHARING_SESSIONS = 16
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
-    """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones.
+    """EAGLE-1 with a static tree, EAGLE-2 and EAGLE-3 with dynamic ones; also base of drafters with modules for MTP.
 
     A session's state [H] is that of its last pair. first_grown_slot: of those for nodes of trees that grow ahead.
 
@@ -64,7 +66,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def __init__(
         self,
-        head: EagleHead,
+        head: EagleHead | MtpHead,
         tree: TreeConfig,
         config: DraftingConfig,
         static_tree: StaticTree | None = None,
@@ -78,21 +80,26 @@ class EagleDrafter(NeuralDrafter[Tensor]):
                 f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: an EAGLE drafter needs num_steps of at least "
                 f"1 and top_k of at most its draft vocabulary, {c.draft_vocab_size}"
             )
-        shapes = [KVShape(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers
-        dtype, device = head.embedding.dtype, head.embedding.device
-        self._head = head
-        plan = partial(plan_tree_slots, c, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
-        slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
+        shapes = head.kv_shapes
+        dtype, device = head.dtype, head.draft_ids.device
+        self._head, self._dtype = head, dtype
+        sizes = HeadSizes(head.num_heads, shapes[0].num_heads, shapes[0].key_width)
+        plan = partial(plan_tree_slots, sizes, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
+        slots = None
+        if head.num_modules == 1:
+            slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
         compiled = None if slots or static_tree or config.emulated_device else head.compiled
         rows_of_tree = tree.top_k * (tree.num_steps - 1)
-        num_slots = slots.num_slots if slots else MAX_COMPILED_SESSIONS * rows_of_tree if compiled else 0
+        shares_slots = bool(compiled) or (head.rows_in_slots and not slots)
+        num_slots = slots.num_slots if slots else MAX_SHARING_SESSIONS * rows_of_tree if shares_slots else 0
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots + num_grown_slots)
         self.num_grown_slots, self.first_grown_slot = num_grown_slots, self._kv.scratch - num_grown_slots
         first = self.first_grown_slot - num_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
         slots = slots and replace(slots, first=first, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
-        self._tree_slots = first + np.arange(num_slots).reshape(-1, rows_of_tree or 1) if compiled else None
+        own_slots = first + np.arange(num_slots)
+        self._tree_slots = own_slots.reshape(MAX_SHARING_SESSIONS, rows_of_tree) if shares_slots else None
         self._use(compiled)
 
     def _use(self, compiled: CompiledEagle | None) -> None:
@@ -195,8 +202,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         segments = [*pairs, *(self._segment(*each) for each in zip(rows, prefixes, strict=True))]
         true = [context.features for context in commits if context.features is not None]
         predicted = [on_host(own.features) for own in rows]
-        device, dtype = self.draft_ids.device, self._head.embedding.dtype
-        features = torch.cat([*(moved(each, device, dtype) for each in true), *predicted])
+        device = self.draft_ids.device
+        features = torch.cat([*(moved(each, device, self._dtype) for each in true), *predicted])
 
         def run() -> tuple[Tensor, Ranked]:
             states = self._run_segments(features, segments)
@@ -220,8 +227,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _run_packed(self, features: Tensor, segments: Sequence[Segment]) -> Tensor:
         """Return states [R, H] of rows in slots, through all layers."""
-        packed = self._pack(segments)
-        return self._head.run(features, packed.tokens, packed.positions, partial(attend_slots, self._kv, packed))
+        return self._head.run_slots(features, self._pack(segments), self._kv)
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
@@ -231,8 +237,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         words = noise_words(contexts, self.ranking, len(contexts))
         if scorer_kind(words) == "filtered":
             return super()._grow(contexts, states)
-        starts = range(0, len(contexts), MAX_COMPILED_SESSIONS)
-        parts = [slice(start, start + MAX_COMPILED_SESSIONS) for start in starts]
+        starts = range(0, len(contexts), MAX_SHARING_SESSIONS)
+        parts = [slice(start, start + MAX_SHARING_SESSIONS) for start in starts]
         of_parts = [(contexts[part], states[part], np.ascontiguousarray(words[:, part])) for part in parts]
         return [tree for part in of_parts for tree in self._grow_compiled(self._compiled, *part)]
 
@@ -258,6 +264,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return self.sessions.claim(session, count, 0, busy) and count > 0
 
     def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+        assert isinstance(self._head, EagleHead), "other heads expand rows themselves"
         return EagleExpansion(self._head, self._kv, roots, shape)
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
@@ -266,8 +273,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         Returns the state [S, H] behind each session's last pair.
         """
         features = torch.cat([context.features for context in contexts if context.features is not None])
-        features = moved(features, self.draft_ids.device, self._head.embedding.dtype)
-        attends = self._head.config.num_layers > 1
+        features = moved(features, self.draft_ids.device, self._dtype)
+        attends = self._head.rows_in_slots or self._head.config.num_layers > 1
         is_long = attends and max(map(num_features, contexts)) > MAX_KERNEL_ROWS  # torch is faster
         run = self._packed(self._run_pairs) if is_long else self._run_new_pairs
         states = self._run_new(contexts, features, run, attends)
@@ -277,15 +284,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs) -> Tensor:
         """Return an ExtendPass."""
-        head, slots, ends = self._head, pairs.slots, pairs.logits_indices
-        to_slots = partial(layer_slots, self._kv, pairs)
-        rows = head.project(features, pairs.tokens, pairs.positions, to_slots)
-        deepest = head.config.num_layers - 1
-        for layer in range(deepest):
-            attended = cache_and_attend(self._kv, layer, rows, slots, rows.query, pairs)
-            rows = head.project_next(layer + 1, head.finish(attended, rows.residual, layer), pairs.positions, to_slots)
-        attended = cache_and_attend(self._kv, deepest, rows, slots, rows.query[ends], last)
-        return head.finish(attended, rows.residual[ends])
+        return self._head.run_pairs(features, pairs, last, self._kv)
 
 
 def _ends(context: DraftContext, depths: Ints) -> Iterator[DraftContext]:

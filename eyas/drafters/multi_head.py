@@ -23,7 +23,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.device.transfer import moved, upload
 from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork
-from eyas.drafters.neural import NeuralDrafter, cache_and_attend, plan_tree_slots
+from eyas.drafters.neural import NeuralDrafter, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree
 from eyas.drafters.trees.rows import Roots, RowLayout, TreeSlots
@@ -32,6 +32,7 @@ from eyas.models.backends.attention_metadata import Tiling
 from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.heads.hydra import HydraHead, PrefixLayer
 from eyas.models.heads.medusa import MedusaHead
+from eyas.models.heads.slots import cache_and_attend
 from eyas.models.inputs import PackedInputs
 
 # Estimate for the default static tree: the child of rank r is right with a probability proportional to

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import Bools, Ints, Reals, download, upload
@@ -52,7 +51,6 @@ from eyas.drafters.trees.scoring import (
 )
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, emulated_device
-from eyas.kernels.arguments import LayerSlots, Projected
 from eyas.kernels.by_device import MAX_SORTED, rank
 from eyas.kernels.probabilities import filtering
 from eyas.models.backends.attention_metadata import pack_with_metadata, tight_shape
@@ -60,7 +58,6 @@ from eyas.models.backends.cuda import tiling_on, why_no_kernel_for
 from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.heads.layers import LayerSizes
 from eyas.models.inputs import PackedInputs, Segment, pack
-from eyas.models.layers.attention import attend
 from eyas.protocol.commit import ResyncRequired
 from eyas.protocol.tree import DraftTree
 
@@ -285,7 +282,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         states: Tensor,
     ) -> list[DraftTree]:
         """Return the trees of all contexts, of as many at a time as there are slots for."""
-        most = self._slots.max_sessions if self._slots else len(contexts)
+        most = self._max_grown or len(contexts)
         starts = range(0, len(contexts), most)
         return [tree for i in starts for tree in make_trees(contexts[i : i + most], states[i : i + most])]
 
@@ -361,6 +358,11 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         if slots and slots.first is not None:
             return slots.rows(len(contexts))
         return [self.sessions[context.session].scratch for context in contexts]
+
+    @property
+    def _max_grown(self) -> int | None:
+        """Most sessions whose trees grow together; None for any number."""
+        return self._slots.max_sessions if self._slots else None
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         """Return the slots that the rows of each session's tree attend to."""
@@ -438,33 +440,6 @@ def last_rows(slots: Slots, count: int) -> Segment:
     """Return the last `count` cached rows of a session, as causal rows over all of them."""
     places = np.arange(len(slots) - count, len(slots))
     return Segment(places, places, slots[-count:], slots[:-count], None, np.zeros(1, dtype=np.int64))
-
-
-def cache_and_attend(
-    kv: KVCache,
-    layer: int,
-    rows: Projected,
-    slots: Tensor,
-    query: Tensor,
-    packed: PackedInputs,
-    window: int | None = None,
-) -> Tensor:
-    """Write keys and values of a layer's `rows` to `slots`, then attend from `query` to what `packed` names."""
-    keys, values = kv.keys[layer], kv.values[layer]
-    if not rows.is_cached:
-        keys.index_copy_(0, slots, rows.key)
-        values.index_copy_(0, slots, rows.value)
-    return attend(query, keys, values, packed, query.shape[-1] ** -0.5, window)
-
-
-def layer_slots(kv: KVCache, packed: PackedInputs, layer: int) -> LayerSlots:
-    """Return where the keys and values of a pass belong in a layer."""
-    return LayerSlots(kv.keys[layer], kv.values[layer], packed.slots)
-
-
-def attend_slots(kv: KVCache, packed: PackedInputs, layer: int, rows: Projected) -> Tensor:
-    """Write keys and values of a layer's `rows` to the slots of a pass, then attend from all of them."""
-    return cache_and_attend(kv, layer, rows, packed.slots, rows.query, packed)
 
 
 def split_contexts(contexts: Sequence[DraftContext]) -> list[list[DraftContext]]:

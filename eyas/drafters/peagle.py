@@ -30,6 +30,7 @@ class PEagleDrafter(EagleDrafter):
     """
 
     def __init__(self, head: EagleHead, tree: TreeConfig, config: DraftingConfig, capture: Capture | None = None) -> None:
+        self._parallel_head = head
         super().__init__(head, ddtree_shape(tree, head.config.draft_vocab_size), config, capture=capture)
 
     def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
@@ -44,7 +45,7 @@ class PEagleDrafter(EagleDrafter):
 
     def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
         levels = self.tree.num_steps if isinstance(roots.cached, SlotRows) else shape.num_steps
-        rows = ParallelRows(self._head, self._kv, roots, TreeConfig(num_steps=2, top_k=levels))
+        rows = ParallelRows(self._parallel_head, self._kv, roots, TreeConfig(num_steps=2, top_k=levels))
         return IndependentExpansion(rows.parallel_logits(levels))
 
 

@@ -6,6 +6,7 @@ A new method is one module and one entry in `_BUILDERS`; what users have to know
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,8 +14,9 @@ from functools import partial
 import torch
 
 from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfig
-from eyas.config.drafting import METHOD_FACTS, MethodFacts, split_method
+from eyas.config.drafting import METHOD_FACTS, MTP, MethodFacts, split_method
 from eyas.config.file_values import get_setting
+from eyas.config.mtp_layouts import find_modules, num_layers_of
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.eagle import NUM_GROWN_SLOTS
 from eyas.drafters.ahead.trial import Trial
@@ -27,6 +29,7 @@ from eyas.drafters.lookup.lookahead import LookaheadDrafter
 from eyas.drafters.lookup.prompt_lookup import prompt_lookup
 from eyas.drafters.lookup.rest import load_rest
 from eyas.drafters.lookup.suffix import SuffixDrafter
+from eyas.drafters.mtp import MtpDrafter
 from eyas.drafters.multi_head import MultiHeadDrafter
 from eyas.drafters.peagle import PEagleDrafter
 from eyas.drafters.trees.growth import StaticTree
@@ -39,13 +42,18 @@ from eyas.models.heads.eagle_config import HeadWiring, Kind, trained_depth
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.heads.hydra import HydraHead, load_hydra
 from eyas.models.heads.medusa import MedusaHead, load_medusa
-from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head
+from eyas.models.heads.mtp import load_mtp_head, stated_wiring
+from eyas.models.heads.validation import WiringReport, validate_block_head, validate_head, validate_mtp_head
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 
 BLOCK_KINDS: tuple[BlockKind, ...] = ("dspark", "dflash", "dflash2")
 # Levels of a tree whose drafter runs one pass for each.
 DEFAULT_NUM_STEPS = 5
+# A module is trained for one level. On its own states it loses more of its acceptance at each than an EAGLE head.
+MTP_NUM_STEPS = 3
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -141,10 +149,29 @@ def _load_eagle(parts: DrafterParts, kind: Kind) -> EagleHead:
 
 
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
-    head, is_ahead, capture = _load_eagle(parts, kind), parts.ahead_mode != "never", parts.capture()
+    is_ahead = parts.ahead_mode != "never"
     num_grown_slots = NUM_GROWN_SLOTS if is_ahead else 0
+    head, capture = _load_eagle(parts, kind), parts.capture()
     drafter = EagleDrafter(head, parts.head_tree, parts.drafting, capture=capture, num_grown_slots=num_grown_slots)
     return parts.with_ahead(drafter) if is_ahead else drafter
+
+
+def _build_mtp(parts: DrafterParts) -> LocalDrafter:
+    quantization = parts.drafting.quantization
+    head = load_mtp_head(parts.head, parts.target, parts.dtype, parts.device, parts.wiring, quantization)
+    why_not_ahead = "attention slides" if head.has_window else "there are several modules" if head.num_modules > 1 else ""
+    if parts.ahead_mode == "always" and why_not_ahead:
+        log.warning("%s: %s, so that trees do not grow ahead", parts.head, why_not_ahead)
+    is_ahead = parts.ahead_mode != "never" and not why_not_ahead
+    # a graph cannot be captured if the host waits to see which experts the rows take
+    capture = None if head.has_experts or head.num_modules > 1 else parts.capture()
+    drafter = MtpDrafter(head, parts.head_tree, parts.drafting, capture, NUM_GROWN_SLOTS if is_ahead else 0)
+    return parts.with_ahead(drafter) if is_ahead else drafter
+
+
+def _mtp_num_steps(head: Checkpoint, tree: TreeConfig) -> int:
+    found = find_modules(head.files, num_layers_of(head.config, head.config_file))
+    return max(MTP_NUM_STEPS, found.count if found else 0)
 
 
 def _build_peagle(parts: DrafterParts) -> LocalDrafter:
@@ -175,6 +202,11 @@ def _build_draft_model(parts: DrafterParts) -> LocalDrafter:
 def _build_rest(parts: DrafterParts) -> LocalDrafter:
     source = parts.methods.rest.datastore or parts.head.path
     return load_rest(source, parts.target, parts.tree, parts.methods.rest, parts.drafting)
+
+
+def _mtp_fuser(head: Checkpoint, target: Checkpoint, dtype: str, device: str) -> FeatureFuser:
+    hidden = get_setting(int, target.text_config, "hidden_size", target.config_file)
+    return FeatureFuser(hidden, stated_wiring(head).aux_hidden_state_layers)
 
 
 def _final_fuser(head: Checkpoint, target: Checkpoint, dtype: str, device: str) -> FeatureFuser:
@@ -220,6 +252,12 @@ _BUILDERS: Mapping[str, Method] = {
         validate=partial(validate_head, kind="peagle"),
         num_steps=lambda head, tree: trained_depth(head.config),
     ),
+    MTP: Method(
+        _build_mtp,
+        features=TargetFeatures(_mtp_fuser, fingerprint=lambda head: MTP),
+        validate=validate_mtp_head,
+        num_steps=_mtp_num_steps,
+    ),
     **{kind: replace(_BLOCK, build=partial(_build_block, kind)) for kind in BLOCK_KINDS},
     "medusa": _MEDUSA,
     "hydra": replace(_MEDUSA, build=partial(_build_multi_head, load_hydra)),
@@ -242,7 +280,7 @@ def find_method(name: str) -> Method:
 
 def _combine(sides: Sequence[Method]) -> Method:
     """Combine two methods at once; the head is for the one that needs one."""
-    first = max(sides, key=lambda side: bool(side.facts.head))
+    first = max(sides, key=lambda side: side.facts.has_head)
     needs = dict.fromkeys(need for side in sides for need in side.facts.needs)
     return replace(
         first,
@@ -254,7 +292,7 @@ def _combine(sides: Sequence[Method]) -> Method:
 
 def _build_combined(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafter:
     without_head = replace(parts, head=Checkpoint(""))
-    first, second = (side.build(with_levels(side, parts if side.facts.head else without_head)) for side in sides)
+    first, second = (side.build(with_levels(side, parts if side.facts.has_head else without_head)) for side in sides)
     deepest = max(sides, key=lambda side: side.num_steps(parts.head, parts.tree))
     tree = with_levels(deepest, parts).tree
     return CombinedDrafter(first, second, tree, parts.methods.combined, prepares=parts.has_idle_time)

@@ -183,6 +183,14 @@ class Checkpoint:
                 return dict(_read_file(self.files[name], name))[name]
         raise CheckpointError(f"{self.folder} holds none of the tensors {', '.join(names)}")
 
+    def read(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Read these tensors, each file once; of safetensors nothing else is read."""
+        found = dict[str, Tensor]()
+        for file in sorted({self.files[name] for name in names}):
+            with _open_weights(file) as (stored, get):
+                found |= {name: get(name) for name in stored if name in names}
+        return found
+
     def vocabulary(self, names: tuple[str, ...], shape: tuple[int, int]) -> Tensor:
         """Read the embedding or lm_head of a target, [V, C], for a head without its own. Another shape is an error."""
         tensor = self.tensor(names)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import KVCache
 from eyas.config.engine import INT8
 from eyas.config.file_values import shown
+from eyas.config.mtp_layouts import find_modules
 from eyas.config.target_limits import check_ranks, quantisation
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
@@ -119,7 +120,7 @@ def load_target(
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
-    _adapt(target, longest, to_bytes)
+    adapt_model(target.model, target.dtype, longest, to_bytes)
     logits = _check_attention(target)
     _check_rows(target)
     _fuse(target, logits)
@@ -177,12 +178,15 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
         unfuse_layers(target.model)
 
 
-def _adapt(target: TargetModel, max_model_len: int, to_bytes: bool) -> None:
-    """Change what transformers' model does, where packed rows over token slots or exact logits need it."""
-    drop_padding(target.config)
-    pin_rotary(target.model, max_model_len)
-    optimize_for_cpu(target.model, target.dtype, to_bytes)
-    use_float32_head(target.model)
+def adapt_model(model: Any, dtype: torch.dtype, max_model_len: int, to_bytes: bool = False) -> None:
+    """Change what transformers' model does, where packed rows over token slots or exact logits need it.
+
+    to_bytes: see `optimize_for_cpu`.
+    """
+    drop_padding(model.config)
+    pin_rotary(model, max_model_len)
+    optimize_for_cpu(model, dtype, to_bytes)
+    use_float32_head(model)
 
 
 def read_model_config(source: CheckpointSource) -> Any:
@@ -227,7 +231,7 @@ def _named(
     error: CheckpointError, file: Path, values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object]
 ) -> CheckpointError:
     """Return the error with the setting of a config.json that causes it: the first without which `make` raises nothing."""
-    with _quiet():
+    with quiet_transformers():
         culprit = _culprit(values, make)
     if not culprit:
         return error
@@ -253,10 +257,12 @@ def _culprit(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], obje
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Let transformers log errors only inside the block: what it reports of weights, errors of Eyas say in a line."""
     from transformers.utils import logging as verbosity
 
+    if not sys.stderr.isatty():
+        verbosity.disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
     before = verbosity.get_verbosity()
     verbosity.set_verbosity(logging.ERROR)
     try:
@@ -358,7 +364,7 @@ def _load_packed(make_model: Callable[[], Any], files: WeightFiles, passes: torc
         stored = stored if files.dtype == torch.float32 else stored.to(files.dtype)
         setattr(model.get_submodule(path), key, nn.Parameter(stored, requires_grad=False))
     tie_head(model, names)
-    _warn_of_unused(files.names - set(names.values()) - {LM_HEAD}, files.folder)
+    _warn_of_unused(files.names - set(names.values()) - {LM_HEAD}, files.folder, model.config)
     optimize_for_cpu(model, passes, to_bytes)
     copy_stored_weights(model, passes)
     return model
@@ -367,13 +373,10 @@ def _load_packed(make_model: Callable[[], Any], files: WeightFiles, passes: torc
 def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names: StoredNames | None) -> Any:
     """Return transformers' model with all of its weights. names: see `stored_names`."""
     from transformers import GenerationConfig
-    from transformers.utils.logging import disable_progress_bar
 
-    if not sys.stderr.isatty():
-        disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
     no_defaults: Any = GenerationConfig
     kind = quantisation(config)  # transformers takes it away where it dequantises
-    with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), _quiet():
+    with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), quiet_transformers():
         model, report = auto_class(config).from_pretrained(
             checkpoint.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
@@ -388,12 +391,15 @@ def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{checkpoint.path!r} lacks tensors that its config asks for: {shortened(missing)}")
     if names is None:  # else the other parts would be among them
-        _warn_of_unused(report["unexpected_keys"], checkpoint.path)
+        _warn_of_unused(report["unexpected_keys"], checkpoint.path, config)
     return model
 
 
-def _warn_of_unused(names: Iterable[str], source: object) -> None:
-    if unused := sorted(name for name in names if not TABLE.search(name)):
+def _warn_of_unused(names: Iterable[str], source: object, config: Any) -> None:
+    """Log the tensors of these names, but for tables and those of modules for multi-token prediction."""
+    left = [name for name in names if not TABLE.search(name)]
+    modules = find_modules(left, int(config.get_text_config().num_hidden_layers))
+    if unused := sorted(name for name in left if not (modules and modules.owns(name))):
         log.warning("%s: its config asks for no tensor of the names %s; they are not used", source, shortened(unused))
 
 

@@ -44,7 +44,7 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
     """Load the drafters and serve them until the runner stops the service."""
     drafters: list[DescribedDrafter] = []
     target_of, info_of = cache(Checkpoint), cache(read_target)
-    heads = [DraftHead(model.draft_model, model.method) for model in config.models]
+    heads = [DraftHead(model.draft_model, model.method, target_of(model.model)) for model in config.models]
     placements = [resolve_placement(model.device, model.dtype, target_of(model.model)) for model in config.models]
     use_threads(config.threads, *placements)
     for model, head, (device, dtype) in zip(config.models, heads, placements, strict=True):

@@ -12,9 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from huggingface_hub import try_to_load_from_cache
 from rich.console import Console
 
 from eyas.cli import options
@@ -23,6 +25,8 @@ from eyas.config import VerifierConfig
 from eyas.config.checks import MAX_PORT
 from eyas.config.drafting import NO_DRAFTS
 from eyas.config.file_values import check_source
+from eyas.config.gguf_files import local_folder
+from eyas.config.mtp_layouts import default_method
 from eyas.device.host import PHASE_PREFIX, num_cores
 from eyas.errors import ConfigError, EyasError
 from eyas.progress import Progress
@@ -177,8 +181,8 @@ def plan(
 ) -> list[ServiceSettings]:
     """Return the services that serve a model, with their settings.
 
-    There is a draft service if there is a method or a draft model, and the verifier does not draft itself. On the CPU,
-    verifier and draft service share the cores, unless OMP_NUM_THREADS is set.
+    There is a draft service if there is a method, a draft model or a module of the model's own for multi-token prediction,
+    and the verifier does not draft itself. On the CPU, both share the cores, unless OMP_NUM_THREADS is set.
 
     Raises ConfigError for settings that are not valid, or of a service that is not started.
 
@@ -187,7 +191,7 @@ def plan(
         settings: later ones win.
     """
     name, *aliases = names or [model]
-    method = method or ("" if draft_model else NO_DRAFTS)
+    method = method or ("" if draft_model else _default_method(model))
     shared = {"served_model_name": name, "model": model, "draft_model": draft_model, "method": method}
     worker = tuple(_assignment(key, value) for key, value in shared.items())
     served = {"name": name, "tokenizer": model, "aliases": aliases}
@@ -204,6 +208,17 @@ def plan(
             settings = [*map(Setting, shares), *settings]
     started = {service.name for service in services}
     return _with_settings(services, [each for each in settings if each.service in started or not each.is_option])
+
+
+def _default_method(model: str) -> str:
+    """Return the method of `default_method` for a folder, or for a hub id as far as its files are on this machine."""
+    folder = local_folder(model)
+
+    def find_file(name: str) -> Path | None:
+        found = folder / name if folder else try_to_load_from_cache(model, name)
+        return Path(found) if isinstance(found, str | Path) and Path(found).is_file() else None
+
+    return default_method(model, find_file)
 
 
 def _with_settings(services: Sequence[ServiceSettings], settings: Sequence[Setting]) -> list[ServiceSettings]:

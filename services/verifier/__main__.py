@@ -82,7 +82,8 @@ async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> No
 async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry: Telemetry, runner: ServiceRunner) -> None:
     """Serve with the other ranks ready. Raises Unavailable when one of them ends."""
     peers = Peers(config.peers)
-    target, head = Checkpoint(config.model), DraftHead(config.draft_model, config.method)
+    target = Checkpoint(config.model)
+    head = DraftHead(config.draft_model, config.method, target)
     features = "" if config.drafts_itself else head.features_fingerprint()
     target_info = TargetInfo(target_fingerprint(target), features)
     engine, pool = load_engine(config, target, head, target_info, workers, peers)

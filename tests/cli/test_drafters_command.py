@@ -32,7 +32,7 @@ def test_the_facts_of_a_method_are_true_of_its_drafter(name: str, tiny_target: s
     case = Case(next(each for each in CASES if each.partition("-")[0] == name), tiny_target, tiny_head, datastore)
     drafter, fuser = case.drafter(tree), case.fuser()
     assert (drafter.needs.features, drafter.needs.samples) == ("features" in facts.needs, "samples" in facts.needs)
-    assert drafter.can_sample == bool(facts.head)
+    assert drafter.can_sample == facts.has_head
     assert (fuser.width if fuser else 0) == drafter.needs.feature_size
     ahead = DraftingConfig(draft_ahead=DraftAheadConfig(6, 16, 7, mode="always"))
     built = DraftHead(case.folder, name).build_drafter(tiny_target, "float32", "cpu", tree, ahead, case.methods)

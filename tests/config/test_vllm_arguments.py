@@ -47,6 +47,8 @@ def test_other_arguments_are_refused_by_name(arguments: dict, reason: str) -> No
     [
         ({"method": "eagle3", "model": "h", "num_speculative_tokens": 3}, "eagle3", "h", 3),
         ({"method": "eagle", "model": "h", "quantization": "fp8"}, "eagle2", "h", None),
+        ({"method": "mtp"}, "mtp", "", None),
+        ({"method": "deepseek_mtp"}, "mtp", "", None),
         ({"method": "ngram", "num_speculative_tokens": 5}, "prompt_lookup", "", 5),
         ({"method": "suffix", "num_speculative_tokens": 8}, "suffix", "", 8),
         ({"model": "[ngram]", "num_speculative_tokens": 5}, "prompt_lookup", "", 5),
@@ -77,7 +79,7 @@ def test_ngram_lengths_are_those_of_prompt_lookup() -> None:
         ({"num_speculative_token": 3}, "num_speculative_token is no key of speculative_config .* did you mean num_spec"),
         ({"disable_by_batch_size": 8}, 'leave draft_budget at "auto"'),
         ({"draft_tensor_parallel_size": 2}, "a drafter has one process"),
-        ({"method": "mtp"}, "the method 'mtp', which Eyas does not have"),
+        ({"method": "mlp_speculator"}, "the method 'mlp_speculator', which Eyas does not have"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
     ],
 )

@@ -150,7 +150,7 @@ def test_errors_that_troubleshooting_quotes_are_in_the_code() -> None:
 
 
 # Methods without a head for the demo model.
-WITHOUT_REPORT = {"dflash", "dflash2"}
+WITHOUT_REPORT = {"dflash", "dflash2", "mtp"}
 
 
 def test_speedups_on_the_page_of_results_are_the_reports() -> None:

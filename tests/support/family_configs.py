@@ -35,6 +35,18 @@ LATENT_YARN = {
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 
 
+# Families whose public checkpoints bring a module for multi-token prediction along, by model type: the layer's tensors.
+MODULES = {
+    "deepseek_v3": "model.layers.{L+k}.*",
+    "ernie4_5_moe": "model.mtp_block.{k}.*",
+    "exaone_moe": "mtp.layers.{k}.*",
+    "glm4_moe": "model.layers.{L+k}.*",
+    "glm4_moe_lite": "model.layers.{L+k}.*",
+    "hy_v3": "model.layers.{L+k}.*",
+    "mellum": "mtp.layers.{k}.*",
+}
+
+
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **settings}}
 

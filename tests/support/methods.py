@@ -21,12 +21,14 @@ from tests.support.checkpoint_formats import TINY, random_tensors
 from tests.support.tiny import write_small
 from tests.support.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.support.tiny_medusa_hydra import KINDS, tiny_heads
+from tests.support.tiny_mtp import tiny_mtp_module
 
 # Names of cases: one or two methods, and after a hyphen what is particular about the case.
 CASES = (
     "dspark", "dspark-rnn", "dspark-reduced", "dspark-crowded", "dflash", "dflash-window", "dflash2", "peagle",
     "dspark+prompt_lookup",
     "eagle1", "eagle2", "eagle3", "eagle3-normed", "eagle3-own-noise", "eagle3-crowded", "eagle3-ahead",
+    "mtp", "mtp-crowded", "mtp-ahead",
     *KINDS, "sps", "sps-crowded", "prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup-ahead",
     "eagle3+lookahead",
 )  # fmt: skip
@@ -34,8 +36,8 @@ CASES = (
 KINDS_OF_DRAFTS = tuple(name for name in CASES if name.partition("-")[2] in ("", "ahead", "normed", "prefix"))
 # One of each class of drafters, and what wraps them.
 CLASSES_OF_DRAFTERS = (
-    "dspark", "eagle1", "eagle3", "eagle3-ahead", "medusa", "hydra", "sps", "prompt_lookup", "suffix", "rest", "lookahead",
-    "dspark+prompt_lookup",
+    "dspark", "eagle1", "eagle3", "eagle3-ahead", "mtp", "medusa", "hydra", "sps", "prompt_lookup", "suffix", "rest",
+    "lookahead", "dspark+prompt_lookup",
 )  # fmt: skip
 # EAGLE-3.1: a norm for each feature, and the normed state goes to the next level.
 EAGLE31 = replace(TINY, input_norms="each", wiring=HeadWiring((1, 2, 3), output="normed"))
@@ -98,6 +100,8 @@ class Case:
         if self.method.partition("+")[0] in BLOCK_METHODS:
             kind = self.name.partition("+")[0].removesuffix("-crowded")
             return tiny_block_head(kind, self.target)
+        if self.method == "mtp":
+            return tiny_mtp_module(self.target)
         if self.name in KINDS:
             return tiny_heads(self.name, self.head)
         return write_small(self.target) if self.method == "sps" else self.head

@@ -33,7 +33,7 @@ from eyas.kernels.arguments import Projected, Ranked
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.attention_metadata import TILE_WORDS, Tiling, Words, mask_words
 from eyas.models.heads.eagle import EagleHead
-from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs
+from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs, PaddedGroup
 from eyas.models.layers.attention import masked_attention
 
 
@@ -291,6 +291,51 @@ class SlotLevels:
         """Add the rows of the only pass. masks: [W, M], by default those of the layout."""
         masks = self.rows.layout.visible_words if masks is None else masks
         return SlotLevels(self.rows, masks, self.rows.inputs(0, masks))
+
+
+class GroupLevels:
+    """The rows of trees for the plain attention. packed: the newest level."""
+
+    packed: PackedInputs
+
+    def __init__(self, cached: PaddedPrefix, max_model_len: int) -> None:
+        self._max_model_len, self._length = max_model_len, cached.slots.shape[1]
+        self._keys = torch.cat([cached.slots, cached.scratch], 1)
+        places = torch.arange(self._length, device=cached.slots.device)
+        self._seen = (places < cached.lengths[:, None])[:, None]
+        self._root = cached.lengths[:, None] - 1
+        self._key_positions = places.expand(len(cached.slots), -1)
+
+    def level(self, level: int, parents: Tensor, tokens: Tensor) -> GroupLevels:
+        """Add the rows of the next level, from 1; parents and tokens [S, W]."""
+        sessions, width = tokens.shape
+        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
+        positions = (self._root + level).clamp(max=self._max_model_len - 1).expand_as(tokens)
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
+        found = copy(self)
+        found._seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
+        found._key_positions = torch.cat([self._key_positions, positions], dim=1)
+        end = self._length + width * level
+        keys, slots = self._keys[:, :end], self._keys[:, end - width : end]
+        rows = torch.arange(tokens.numel(), device=tokens.device)
+        group = LevelGroup(rows.view_as(tokens), keys, found._seen, positions, found._key_positions)
+        found.packed = PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, (group,))
+        return found
+
+
+class LevelGroup(PaddedGroup):
+    """One level of all sessions' trees, from tensors that are on the device already."""
+
+    def __init__(self, rows: Tensor, keys: Tensor, mask: Tensor, query_positions: Tensor, key_positions: Tensor) -> None:
+        self.shape = (rows.shape[0], rows.shape[1])
+        self.covers_pass = True
+        self.unmasked = False
+        self.filled_cells = None
+        self.rows = rows
+        self.keys = keys
+        self.mask = mask
+        self.query_positions = query_positions
+        self.key_positions = key_positions
 
 
 class BufferAttention:

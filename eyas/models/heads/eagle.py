@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device, runs_compiled
 from eyas.errors import CheckpointError
@@ -58,6 +60,8 @@ from eyas.models.heads.layers import (
     rotary_table,
     under_prefix,
 )
+from eyas.models.heads.slots import attend_slots, cache_and_attend, layer_slots
+from eyas.models.inputs import PackedInputs
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 Attention = Callable[[int, Projected], Tensor]
@@ -75,6 +79,10 @@ class EagleHead(nn.Module):
         tensors: under their published names.
         embedding, lm_head: the head's own or the target's.
     """
+
+    # Rows of trees without the attention kernel have buffers of their own, see `eyas.drafters.trees.rows`.
+    rows_in_slots = False
+    num_modules = 1
 
     def __init__(
         self, config: EagleHeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor, max_model_len: int
@@ -102,6 +110,31 @@ class EagleHead(nn.Module):
     def max_model_len(self) -> int:
         """Positions that the rotary table covers."""
         return int(self.rotary.shape[0])
+
+    @property
+    def wiring(self) -> HeadWiring:
+        """How the head is wired; validation tries others."""
+        return self.config.wiring
+
+    @wiring.setter
+    def wiring(self, wiring: HeadWiring) -> None:
+        self.config = replace(self.config, wiring=wiring)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of states, keys and values."""
+        return self.embedding.dtype
+
+    @property
+    def kv_shapes(self) -> list[KVShape]:
+        """Keys and values of each layer."""
+        c = self.config
+        return [KVShape(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads."""
+        return self.config.num_heads
 
     def project(
         self, features: Tensor, tokens: Tensor, positions: Tensor, slots: SlotsOfLayer = lambda layer: None
@@ -144,6 +177,27 @@ class EagleHead(nn.Module):
     def run(self, features: Tensor, tokens: Tensor, positions: Tensor, attention: Attention) -> Tensor:
         """Run through all layers: features [R, H], tokens and positions [R] to states [R, H]."""
         return self.run_layers(self.project(features, tokens, positions), positions, attention)
+
+    def run_slots(self, features: Tensor, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
+        """Run rows of features [R, H] and the tokens of a pass to states [R, H]; keys and values go to the rows' slots."""
+        return self.run(features, packed.tokens, packed.positions, partial(attend_slots, kv_cache, packed))
+
+    def run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs, kv_cache: KVCache) -> Tensor:
+        """Return the states [S, H] behind the last pairs of sessions; the last layer runs these alone.
+
+        Args:
+            features: of all new pairs [R, H].
+            last: `pairs` without the others.
+        """
+        slots, ends = pairs.slots, pairs.logits_indices
+        to_slots = partial(layer_slots, kv_cache, pairs)
+        rows = self.project(features, pairs.tokens, pairs.positions, to_slots)
+        deepest = self.config.num_layers - 1
+        for layer in range(deepest):
+            attended = cache_and_attend(kv_cache, layer, rows, slots, rows.query, pairs)
+            rows = self.project_next(layer + 1, self.finish(attended, rows.residual, layer), pairs.positions, to_slots)
+        attended = cache_and_attend(kv_cache, deepest, rows, slots, rows.query[ends], last)
+        return self.finish(attended, rows.residual[ends])
 
     def run_layers(
         self, rows: Projected, positions: Tensor, attention: Attention, slots: SlotsOfLayer = lambda layer: None

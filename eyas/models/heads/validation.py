@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.cache.kv_cache import KVCache
+from eyas.device.transfer import Ints
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import Projected
 from eyas.kernels.by_device import rank
@@ -24,8 +26,9 @@ from eyas.models.heads.block import BlockHead, load_block_head
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head
 from eyas.models.heads.eagle_config import HeadWiring, Kind, Output
 from eyas.models.heads.fusers import FeatureFuser
+from eyas.models.heads.mtp import MtpHead, load_mtp_head
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
-from eyas.models.inputs import Segment
+from eyas.models.inputs import Segment, pack
 from eyas.models.target import TargetModel
 from eyas.text.tokenizer import load_tokenizer
 
@@ -123,7 +126,7 @@ class WiringReport:
 
     def _described(self, wiring: HeadWiring) -> str:
         if wiring.aux_hidden_state_layers == (FINAL_NORM_OUTPUT,):
-            return "the target's final state"
+            return "the target's final state" + (f", output {wiring.output}" if wiring.output != "bare" else "")
         layers = f"inputs of layers {', '.join(map(str, wiring.aux_hidden_state_layers))}"
         if self.is_block:
             return f"{layers}, the anchor's row predicts {'the next token' if wiring.sample_from_anchor else 'nothing'}"
@@ -168,6 +171,33 @@ def validate_head(
         outputs: tuple[Output, ...] = ("state", "normed", "bare") if kind == "eagle3" else ("state", "bare")
         others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
         scores += compared(best, others, windows, score)
+    tops = torch.cat([window.tops[1:] for window in windows])
+    return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
+
+
+@torch.inference_mode()
+def validate_mtp_head(
+    target: TargetModel, head: CheckpointSource, target_checkpoint: CheckpointSource, dtype: str, device: str
+) -> WiringReport:
+    """Try the wirings of a module for multi-token prediction: the target's state behind its final norm or before it, and
+    the module's own state behind its norm or before it at the next level. Raises CheckpointError for what does not load.
+    """
+    loaded = load_mtp_head(head, target_checkpoint, dtype, device)
+    stated = loaded.wiring
+    num_layers = int(target.config.num_hidden_layers)
+    features = [stated.aux_hidden_state_layers, (FINAL_NORM_OUTPUT,), (num_layers,)]
+    wirings = [replace(stated, aux_hidden_state_layers=layers) for layers in dict.fromkeys(features)]
+    windows = observe(target, target_checkpoint, [FINAL_NORM_OUTPUT, num_layers])
+    fuser = FeatureFuser(loaded.config.hidden)
+
+    def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
+        return _score(loaded, fuser, wiring, windows)
+
+    scores = [score(wirings[0], windows)]
+    scores += compared(scores[0], wirings[1:], windows, score)
+    best = _top(scores)
+    other: Output = "state" if best.wiring.output == "normed" else "normed"
+    scores += compared(best, [replace(best.wiring, output=other)], windows, score)
     tops = torch.cat([window.tops[1:] for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
 
@@ -325,12 +355,13 @@ def _observe(target: TargetModel, tokens: list[int], layers: Sequence[int]) -> W
     )
 
 
-def _score(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
-    stated, head.config = head.config, replace(head.config, wiring=wiring)
+def _score(head: EagleHead | MtpHead, fuser: FeatureFuser, wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
+    stated = head.wiring
+    head.wiring = wiring
     try:
         guesses = [_guess(head, fuser, wiring, window) for window in windows]
     finally:
-        head.config = stated
+        head.wiring = stated
     return _wiring_score(wiring, guesses)
 
 
@@ -339,7 +370,7 @@ def _wiring_score(wiring: HeadWiring, guesses: Sequence[tuple[Tensor, Tensor]]) 
     return WiringScore(wiring, float(first[:, 0].mean()), float(second[:, 0].mean()), torch.cat([first, second])[:, 1])
 
 
-def _guess(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, window: Window) -> tuple[Tensor, Tensor]:
+def _guess(head: EagleHead | MtpHead, fuser: FeatureFuser, wiring: HeadWiring, window: Window) -> tuple[Tensor, Tensor]:
     """Return the first guesses [T - 1, 2] and second ones [T - 2, 2]: whether the likeliest token was the target's, and the
     overlap.
 
@@ -348,22 +379,28 @@ def _guess(head: EagleHead, fuser: FeatureFuser, wiring: HeadWiring, window: Win
     """
     states = torch.cat([window.hidden_states[layer] for layer in wiring.aux_hidden_state_layers], -1)
     # Pairs are (feature i, token i + 1), as EAGLE was trained: the last feature has no token yet.
-    features = fuser(states).to(head.embedding.dtype)[:-1]
+    features = fuser(states).to(head.dtype)[:-1]
     tokens, positions = window.tokens[1:], torch.arange(len(features), device=features.device)
+    if isinstance(head, MtpHead):
+        slots = _WindowSlots(head, window.tokens.cpu().numpy())
+        states = slots.first(features)
+        module = min(1, head.num_modules - 1)
+        logits = head.module_logits(0, states), head.module_logits(module, slots.second(states[:-1]))
+        return _judge_logits(head, logits[0], window, 1), _judge_logits(head, logits[1], window, 2)
     attention = _WindowAttention(positions[:, None] >= positions)
     states = head.run(features, tokens, positions, attention.first)
-    first = _judge_states(head, states, window, 1)
+    first = _judge_logits(head, head.raw_logits(states), window, 1)
     inputs, followers = states[:-1], tokens[1:]
     if head.mask_feature is not None and head.config.mask_token_id is not None:  # P-EAGLE has parallel rows instead
         inputs, followers = head.mask_feature.expand_as(inputs), torch.full_like(followers, head.config.mask_token_id)
     states = head.run(inputs, followers, positions[1:], attention.second)
-    return first, _judge_states(head, states, window, 2)
+    return first, _judge_logits(head, head.raw_logits(states), window, 2)
 
 
-def _judge_states(head: EagleHead, states: Tensor, window: Window, offset: int) -> Tensor:
+def _judge_logits(head: EagleHead | MtpHead, logits: Tensor, window: Window, offset: int) -> Tensor:
     """Compare guesses with the target's predictions from `offset` on, see `_judge`."""
-    at = torch.arange(offset, offset + len(states), device=states.device)
-    return _judge(torch.softmax(head.logits(states), -1), head.draft_ids, head.config.vocab_size, window, at)
+    at = torch.arange(offset, offset + len(logits), device=logits.device)
+    return _judge(torch.softmax(logits.float(), -1), head.draft_ids, head.config.vocab_size, window, at)
 
 
 def _judge(probs: Tensor, draft_ids: Tensor, vocab_size: int, window: Window, at: Tensor) -> Tensor:
@@ -379,6 +416,43 @@ def _judge(probs: Tensor, draft_ids: Tensor, vocab_size: int, window: Window, at
     drafted = F.pad(probs, (0, 1)).gather(1, columns[window.likeliest[at]])
     # Overlap: the sum of min(p, q), which is the chance that rejection sampling accepts a draft from q.
     return torch.stack([right.float(), torch.minimum(drafted, window.probs[at]).sum(-1)], 1)
+
+
+class _WindowSlots:
+    """A window's pairs of feature and token, and the pairs that follow each of them, in slots of a KV cache.
+
+    Args:
+        tokens: of the window, [T].
+    """
+
+    def __init__(self, head: MtpHead, tokens: Ints) -> None:
+        self._head = head
+        self._tokens = tokens
+        self._rows = np.arange(len(tokens) - 1)
+        self._kv = KVCache(2 * len(tokens), head.kv_shapes, 0, head.dtype, head.draft_ids.device)
+
+    def first(self, features: Tensor) -> Tensor:
+        """Run the window's pairs, features [T - 1, H]; row i sees those up to i."""
+        rows = self._rows
+        return self._run(features, [Segment(self._tokens[1:], rows, rows, rows[:0], None, rows)])
+
+    def second(self, states: Tensor) -> Tensor:
+        """Run the pairs that follow, behind states [T - 2, H]; row i sees the window's pairs up to i, and itself. Of several
+        modules the second runs them, and its rows see one another.
+        """
+        if self._head.num_modules > 1:
+            rows = self._rows[:-1]
+            return self._run(states, [Segment(self._tokens[2:], rows, rows, rows[:0], None, rows)], module=1)
+        rows = self._rows
+        one = np.zeros(1, dtype=np.int64)
+        segments = [
+            Segment(self._tokens[i + 2 : i + 3], one + i + 1, one + len(rows) + i, rows[: i + 1], None, one)
+            for i in range(len(states))
+        ]
+        return self._run(states, segments)
+
+    def _run(self, features: Tensor, segments: Sequence[Segment], module: int = 0) -> Tensor:
+        return self._head.run_module(module, features, pack(segments, features.device), self._kv)
 
 
 class _WindowAttention:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
-from eyas.drafters.eagle import MAX_COMPILED_SESSIONS, EagleDrafter
+from eyas.drafters.eagle import MAX_SHARING_SESSIONS, EagleDrafter
 from eyas.drafters.trees.calibration import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
 from eyas.drafters.trees.growth import Candidates, grow_dynamic, select_nodes, trees_from_columns
 from eyas.errors import ConfigError
@@ -79,7 +79,8 @@ def test_kernels_grow_the_trees_of_the_plain_path(
     kernels = pytest.importorskip("eyas.kernels.cpu.drafting", reason="numba is not installed")
     head = load_head(tiny_head if kind == "eagle3" else f"{tiny_head}/eagle1", tiny_target, kind=kind)
     assert head.compiled
-    sessions, drafts = [session(seed, 24) for seed in range(MAX_COMPILED_SESSIONS + 2)], []
+    sessions = [session(seed, 24) for seed in range(MAX_SHARING_SESSIONS + 2)]
+    drafts = []
     budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(2, 3), TreeBudget(9, 2), TreeBudget(1, 0)]
     for compiled in (head.compiled, None):
         head.compiled = compiled
@@ -102,7 +103,8 @@ def test_kernels_grow_the_trees_of_the_plain_path(
 
 def test_rounds_and_chunks_keep_no_draft_state(tiny_target: str, tiny_head: str) -> None:
     """The tree depends on true features only, not on the sizes of commits or on earlier trees."""
-    drafter, plain = make(tiny_target, tiny_head), naive(tiny_target, tiny_head)
+    drafter = make(tiny_target, tiny_head)
+    plain = naive(tiny_target, tiny_head)
     tokens, features = session(1, 30)
     other, other_features = session(2, 12)
     base = 0

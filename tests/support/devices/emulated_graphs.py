@@ -12,6 +12,7 @@ from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.drafters.eagle import EagleDrafter
+from eyas.drafters.mtp import MtpDrafter
 from eyas.drafters.multi_head import MultiHeadDrafter
 from eyas.drafters.peagle import PEagleDrafter
 from eyas.drafters.trees.growth import StaticTree
@@ -20,15 +21,17 @@ from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_head
 from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
+from eyas.models.heads.mtp import load_mtp_head
 from eyas.models.loading import load_target
 from tests.support.devices.interpreter import run_again
 from tests.support.tiny import write_small
 from tests.support.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.support.tiny_medusa_hydra import tiny_heads
+from tests.support.tiny_mtp import tiny_mtp_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 METHODS = (
-    "eagle1", "eagle2", "eagle3", "peagle", "medusa", "hydra-prefix", "hydra-dynamic", "sps", "dspark", "dspark-rnn",
+    "eagle1", "eagle2", "eagle3", "peagle", "mtp", "medusa", "hydra-prefix", "hydra-dynamic", "sps", "dspark", "dspark-rnn",
     "dflash-window", "dflash2",
 )  # fmt: skip
 
@@ -78,6 +81,8 @@ def loaded(method: str, target: str, head: str) -> Any:
     if method.startswith("eagle"):
         kind, folder = ("eagle3", head) if method == "eagle3" else ("eagle", f"{head}/eagle1")
         return load_head(folder, target, "float32", DEVICE, kind)
+    if method == "mtp":
+        return load_mtp_head(tiny_mtp_module(target), target, "float32", DEVICE)
     if method == "sps":
         return load_target(write_small(target), "float32", DEVICE)
     load = load_medusa if method == "medusa" else load_hydra
@@ -96,6 +101,8 @@ def make(
     if method.startswith("eagle"):
         plan = StaticTree(MethodsConfig().eagle1.tree_choices, torch.device(DEVICE)) if method == "eagle1" else None
         return EagleDrafter(model, tree, config, plan, capture)
+    if method == "mtp":
+        return MtpDrafter(model, tree, config, capture)
     if method == "sps":
         return ModelDrafter(model, tree, config, DraftModelConfig(), capture)
     shape = MedusaConfig("dynamic") if method == "hydra-dynamic" else MedusaConfig()

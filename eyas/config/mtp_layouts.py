@@ -1,0 +1,184 @@
+"""Where checkpoints hold their modules for multi-token prediction (MTP), and whether one drafts by default. Needs no torch.
+
+A module reads the embedding of a token and the hidden state before it, both normed, through a projection and a decoder layer
+of the target's own kind. Embedding and output head are the target's. Another layout is one more entry of LAYOUTS.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from eyas.config.drafting import MTP, NO_DRAFTS
+from eyas.config.file_values import get_setting, read_json
+from eyas.config.target_limits import quantisation
+
+log = logging.getLogger(__name__)
+
+INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
+# Settings of config.json that give the number of modules.
+COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+# The bytes before the header of a file of safetensors, which hold its length, and a header that is no header.
+LENGTH_BYTES = 8
+MAX_HEADER = 10**8
+
+
+@dataclass(frozen=True)
+class MtpLayout:
+    """Names of a module's tensors, below a prefix that all share, such as `model.`. `{n}` is the module's number.
+
+    Attributes:
+        layer: prefix of the tensors of its decoder layer.
+        projection, embedding_norm, hidden_norm: of its inputs.
+        final_norms: of the norm before the output head, which has one of these names; the last may be the target's own.
+        counts_on: whether modules are numbered on from the target's layers instead of from 0.
+        hidden_first: whether the projection reads the hidden state before the embedding.
+        copies: prefixes of copies of tensors that the target has; they are not read.
+    """
+
+    layer: str
+    projection: str
+    embedding_norm: str
+    hidden_norm: str
+    final_norms: tuple[str, ...]
+    counts_on: bool = False
+    hidden_first: bool = False
+    copies: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Names that are not of the decoder layer, even if they begin as its names do."""
+        return self.projection, self.embedding_norm, self.hidden_norm, *self.final_norms, *self.copies
+
+
+LAYOUTS = (
+    # DeepSeek-V3, GLM-4.5 to 4.7; Hy-V3, whose final norm has another name
+    MtpLayout(
+        "layers.{n}", "layers.{n}.eh_proj", "layers.{n}.enorm", "layers.{n}.hnorm",
+        ("layers.{n}.shared_head.norm", "layers.{n}.final_layernorm"), counts_on=True,
+        copies=("layers.{n}.embed_tokens", "layers.{n}.shared_head"),
+    ),
+    # K-EXAONE, Mellum 2, Qwen3-Next and later
+    MtpLayout(
+        "mtp.layers.{n}", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", ("mtp.norm",),
+        copies=("mtp.embed_tokens", "mtp.lm_head"),
+    ),
+    # Ernie 4.5
+    MtpLayout("mtp_block.{n}", "mtp_linear_proj.{n}", "mtp_emb_norm.{n}", "mtp_hidden_norm.{n}", ("norm",)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MtpModules:
+    """The modules of a checkpoint.
+
+    Attributes:
+        prefix: before all names of the layout.
+        first: number of the first module.
+        count: how many there are.
+    """
+
+    layout: MtpLayout
+    prefix: str
+    first: int
+    count: int
+
+    def name(self, template: str, module: int = 0) -> str:
+        """Return a name of the layout as the files spell it."""
+        return self.prefix + template.format(n=self.first + module)
+
+    def layer_tensors(self, names: Collection[str], module: int = 0) -> dict[str, str]:
+        """Return the tensors of a module's decoder layer: their names in the files, by those within the layer."""
+        layer = f"{self.name(self.layout.layer, module)}."
+        others = tuple(f"{self.name(template, module)}." for template in self.layout.own)
+        return {name.removeprefix(layer): name for name in names if name.startswith(layer) and not name.startswith(others)}
+
+    def owns(self, name: str) -> bool:
+        """Return whether a tensor is of one of the modules."""
+        templates = self.layout.layer, self.layout.projection, self.layout.embedding_norm, self.layout.hidden_norm
+        own = (f"{self.name(each, module)}." for each in templates for module in range(self.count))
+        others = (f"{self.name(each)}." for each in (*self.layout.final_norms, *self.layout.copies) if "mtp" in each)
+        return name.startswith((*own, *others))
+
+    def final_norm(self, names: Collection[str], module: int = 0) -> str:
+        """Return the name of the norm before the output head; where there is none, the one that is missing."""
+        found = [f"{self.name(template, module)}.weight" for template in self.layout.final_norms]
+        return next((name for name in found if name in names), found[0])
+
+
+def find_modules(names: Collection[str], num_layers: int) -> MtpModules | None:
+    """Return the modules that tensors of these names make, behind a target with this number of layers; None without one."""
+    for layout in LAYOUTS:
+        first = num_layers if layout.counts_on else 0
+        tail = f"{layout.projection.format(n=first)}.weight"
+        found = [name.removesuffix(tail) for name in names if name == tail or name.endswith(f".{tail}")]
+        if not found:
+            continue
+        prefix = min(found, key=len)
+        count = 1
+        while any(name.startswith(f"{prefix}{layout.layer.format(n=first + count)}.") for name in names):
+            count += 1
+        return MtpModules(layout, prefix, first, count)
+    return None
+
+
+def num_layers_of(config: Mapping[str, Any], source: object) -> int:
+    """Return the layers of a target's text model. config: its config.json. Raises CheckpointError for what is no number."""
+    return get_setting(int, _text(config), "num_hidden_layers", source, 0)
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
+    """Return the method that drafts for a target if the user names none: MTP if its checkpoint brings a module along.
+
+    Quantised checkpoints get none: their modules are quantised too, or left out. Says why in the log.
+
+    Args:
+        source: the target, for the log.
+        find_file: finds a file of the checkpoint by its name.
+    """
+    file = find_file("config.json")
+    if file is None:
+        return NO_DRAFTS
+    config = read_json(file)
+    names = _tensor_names(find_file)
+    found = find_modules(names, num_layers_of(config, file)) if names else None
+    stated = next((count for key in COUNTS if (count := _text(config).get(key))), 0)
+    if found is None:
+        if stated and names:
+            log.info("%s: its config announces %s modules for multi-token prediction, but its files hold none, as those of "
+                     "quantised copies often do; it is served without drafts", source, stated)  # fmt: skip
+        return NO_DRAFTS
+    if kind := quantisation(config):
+        log.info("%s: it has modules for multi-token prediction, and weights quantised by %s; to draft with plain modules, "
+                 "set method to mtp. It is served without drafts", source, kind)  # fmt: skip
+        return NO_DRAFTS
+    log.info("%s: drafts come from its own module for multi-token prediction; to do without, set method to none", source)
+    return MTP
+
+
+def _tensor_names(find_file: Callable[[str], Path | None]) -> Collection[str]:
+    """Return the names of a checkpoint's tensors, from its index or the header of its only file.
+
+    None for other formats, and for a damaged file: its loader says more.
+    """
+    if (index := find_file(INDEX_FILE)) is not None:
+        found = read_json(index).get("weight_map")
+        return list(found) if isinstance(found, dict) else []
+    if (file := find_file(WEIGHTS_FILE)) is None:
+        return []
+    with file.open("rb") as stored:
+        length = int.from_bytes(stored.read(LENGTH_BYTES), "little")
+        try:
+            header = json.loads(stored.read(min(length, MAX_HEADER)))
+        except (ValueError, RecursionError):
+            return []
+    return list(header) if isinstance(header, dict) else []

@@ -1,0 +1,78 @@
+"""An `LLM` of a target that brings a module along drafts with it, unless a method is named; `eyas check head` checks it."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from eyas import LLM, SamplingParams
+from eyas.cli.main import app
+from eyas.errors import CheckpointError
+from eyas.models.checkpoint import target_fingerprint
+from eyas.models.heads import validation
+from tests.support.tiny import write_spelling_tokenizer
+from tests.support.tiny_mtp import write_mtp
+
+PROMPT = {"prompt_token_ids": [5, 6, 7]}
+SAMPLING = SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less text, which is enough to see what is wrong."""
+    monkeypatch.setattr(validation, "SAMPLED_LENGTH", 24)
+
+
+def written(folder: Path, **settings: bool) -> str:
+    path = write_mtp(folder, "glm4_moe", **settings)
+    write_spelling_tokenizer(Path(path))
+    return path
+
+
+def output(llm: LLM) -> tuple[list[int], float]:
+    with llm:
+        (found,) = llm.generate([PROMPT], SAMPLING, use_tqdm=False)
+    stats = found.outputs[0].stats
+    return list(found.outputs[0].token_ids), stats.num_emitted / max(stats.num_verify_steps, 1)
+
+
+def test_drafts_come_from_the_module_if_no_method_is_named(tmp_path: Path) -> None:
+    folder = written(tmp_path / "target", agrees=True)
+    plain, one = output(LLM(folder, method="none"))
+    assert one <= 1
+    vllm = {"method": "glm4_moe_mtp", "num_speculative_tokens": 2}
+    for config, least in ((None, 3.5), (vllm, 2.5)):
+        tokens, length = output(LLM(folder, draft_budget="fixed", speculative_config=config))
+        assert tokens == plain
+        assert length > least
+
+
+def test_a_module_at_chance_is_served_only_as_the_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = written(tmp_path / "target")
+    tokens, _ = output(LLM(folder))
+    assert "To decode without drafts, set method to none" in caplog.text
+    assert tokens == output(LLM(folder, method="none"))[0]
+    with pytest.raises(CheckpointError, match="hardly ever guesses what this target predicts"):
+        LLM(folder, method="mtp")
+
+
+def test_another_checkpoint_may_bring_the_module(tmp_path: Path) -> None:
+    whole, without = written(tmp_path / "whole", agrees=True), written(tmp_path / "without", agrees=True, modules=False)
+    tokens, length = output(LLM(without, whole, "mtp", draft_budget="fixed"))
+    assert length > 3.5
+    assert tokens == output(LLM(without))[0]
+
+
+def test_check_head_records_what_the_module_feeds_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    folder = written(tmp_path / "target", agrees=True)
+    before = target_fingerprint(folder)
+    result = CliRunner().invoke(app, ["check", "head", "--model", folder, "--device", "cpu", "--write"])
+    assert result.exit_code == 0, result.output
+    assert "as its config says: the target's final state, output normed; right on 100.0 %" in result.output
+    recorded = json.loads(Path(folder, "config.json").read_text())["eyas"]
+    assert (recorded["aux_hidden_state_layers"], recorded["output"]) == ([-1], "normed")
+    assert target_fingerprint(folder) == before
+    assert output(LLM(folder, draft_budget="fixed"))[1] > 3.5
