@@ -18,6 +18,7 @@ from eyas.cache.kv_cache import KVCache, load_rows
 from eyas.device.transfer import on_device_of
 from eyas.kernels.plain.layers import store_rows
 from eyas.models.inputs import PackedInputs, PaddedGroup
+from eyas.models.layers.latent import MOST_ABSORBED_ROWS, LatentProjection, latent_projection
 
 ATTENTION_NAME = "eyas"
 
@@ -86,12 +87,38 @@ def slot_attention(  # noqa: PLR0913  # the signature that transformers calls
     Stores the new keys and values in their slots first. Returns [1, R, H, D]. s_aux: the sinks of a layer that has some.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    scales = kv_cache.scales[layer]
+    scales, latent = kv_cache.scales[layer], latent_projection(module)
     store_rows(kv_cache.keys[layer], packed.slots, key[0].transpose(0, 1), scales.key)
-    store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
-    window = getattr(module, WINDOW, sliding_window)
-    out = attend_layer(query[0].transpose(0, 1), kv_cache, layer, packed, scaling, window, softcap, s_aux)
+    rows, rule = query[0].transpose(0, 1), (scaling, getattr(module, WINDOW, sliding_window), softcap, s_aux)
+    if latent is None:
+        store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
+        out = attend_layer(rows, kv_cache, layer, packed, *rule)
+    else:
+        out = _attend_latents(latent, rows, kv_cache, layer, packed, *rule)
     return out[None].contiguous(), None  # as transformers' own; layers view it, or would copy it themselves
+
+
+def _attend_latents(
+    latent: LatentProjection,
+    query: Tensor,
+    kv_cache: KVCache,
+    layer: int,
+    packed: PackedInputs,
+    *rule: Any,
+) -> Tensor:
+    """Return the attention of query [R, H, N + P] over the latents of a layer, [R, H, V]. A long segment by itself expands
+    the keys and values of its heads.
+
+    rule: scaling, window, softcap and sinks, as `attend_layer` takes them.
+    """
+    group = packed.groups[0] if packed.groups and packed.attend is None else None
+    is_long = group is not None and group.covers_pass and group.shape[0] == 1 and group.shape[1] > MOST_ABSORBED_ROWS
+    scaling, window, *others = rule
+    if group is None or not is_long or any(other is not None for other in others):
+        return latent.values_of(attend_layer(latent.absorb(query), kv_cache, layer, packed, *rule))
+    latents, scale = _gather(kv_cache.keys[layer], group, query.dtype)[:, 0], kv_cache.scales[layer].key
+    bias = packed.bias(0, window, query.dtype, 1)
+    return latent.attend_expanded(query, latents if scale == 1 else latents * scale, bias, scaling)
 
 
 def attend_layer(
@@ -132,7 +159,7 @@ def attend_slots(
         bias = packed.bias(0, window, query.dtype, num_heads // keys.shape[1])
         # [H, R, D] as J groups of (H / J) * R queries: grouped-query attention by plain batched attention.
         q = query.transpose(0, 1).reshape(1, keys.shape[1], -1, width)
-        k, v = (_gather(slots, group, query.dtype)[None].transpose(1, 2) for slots in (keys, values))
+        k, v = (rows[None].transpose(1, 2) for rows in _gather_both(keys, values, group, query.dtype))
         sinks = _sink_of_rows(sinks, keys.shape[1], num_rows)
         return masked_attention(q, k, v, bias, scaling, softcap, sinks).view(num_heads, num_rows, -1).transpose(0, 1)
     attend_rows = packed.attend or attend
@@ -193,9 +220,7 @@ def _attend_group(
     q = query if group.covers_pass else query.index_select(0, group.rows.flatten())
     # [B * Q, H, D] to [B, J, (H / J) * Q, D]: query heads that share keys and values become rows of one head.
     q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
-    k, v = (
-        _gather(slots, group, q.dtype).view(batch, -1, num_kv, slots.shape[2]).transpose(1, 2) for slots in (keys, values)
-    )
+    k, v = (rows.unflatten(0, (batch, -1)).transpose(1, 2) for rows in _gather_both(keys, values, group, q.dtype))
     o = masked_attention(q, k, v, bias, scaling, softcap, _sink_of_rows(sinks, num_kv, cells))
     # And back: [B, J, (H / J) * Q, D] to [B * Q, H, D].
     o = o.view(batch, num_kv, num_heads // num_kv, cells, -1).permute(0, 3, 1, 2, 4)
@@ -205,6 +230,14 @@ def _attend_group(
 def _sink_of_rows(sinks: Tensor | None, num_kv: int, cells: int) -> Tensor | None:
     """Return the sinks of query heads [H] for heads that are folded into the rows, [J, (H / J) * cells, 1]."""
     return None if sinks is None else sinks.float().repeat_interleave(cells).view(num_kv, -1, 1)
+
+
+def _gather_both(keys: Tensor, values: Tensor, group: PaddedGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return keys and values of the group's keys; once, if values are the first numbers of keys."""
+    found, width = _gather(keys, group, dtype), values.shape[2]
+    if width < keys.shape[2] and values.data_ptr() == keys.data_ptr():
+        return found, found[..., :width]
+    return found, _gather(values, group, dtype)
 
 
 def _gather(slots: Tensor, group: PaddedGroup, dtype: torch.dtype) -> Tensor:

@@ -43,6 +43,7 @@ SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
 LAST, FIRST = frozenset({"last_dimension"}), frozenset({"first_rank"})
 WHOLE = frozenset({
     "replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params",
+    "mla_kv_a_proj",
 })  # fmt: skip
 
 # Quantised weights that are tensors which can be cut, scales included.
@@ -54,7 +55,7 @@ _PLAIN, _FILTERED, _LISTED = range(3)
 # Dimensions of the weight of a norm for each head.
 HEADS_AND_WIDTH = 2
 _KV_PROJECTIONS = ("k_proj", "v_proj")
-_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 
 
 @dataclass(frozen=True)
