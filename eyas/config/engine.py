@@ -10,6 +10,8 @@ from eyas.config.checks import WHITESPACE_PATTERN_RULE, at_least, is_whitespace_
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AcceptanceRule = Literal["match", "rejection"]
 # "never", because YAML reads "off" as false.
+# The quantization that rounds plain weights as they are loaded.
+INT8 = "int8"
 HeadValidation = Literal["auto", "never"]
 DraftBudgetPolicy = Literal["auto", "fixed", "adaptive"]
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]
@@ -96,6 +98,10 @@ class EngineConfig:
         require(
             not self.deterministic or self.tensor_parallel_size == 1,
             "deterministic is set; it needs tensor_parallel_size 1, as sums over ranks have no fixed order",
+        )
+        require(
+            self.quantization != INT8 or self.tensor_parallel_size == 1,
+            "quantization is 'int8'; it needs tensor_parallel_size 1, as ranks do not round weights",
         )
         require(
             not self.deterministic or not self.emulated_device,

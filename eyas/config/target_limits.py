@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from eyas.config import EngineConfig
+from eyas.config.engine import INT8
 from eyas.config.file_values import check_source, check_values, read_json
 from eyas.config.gguf_files import local_folder
 from eyas.errors import CheckpointError, ConfigError
 
-# The `engine.quantization` that rounds plain weights as they are loaded.
-INT8 = "int8"
 # Keys of config.json for the number of experts that rows are routed to.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 

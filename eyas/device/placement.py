@@ -63,12 +63,10 @@ def threads_for(count: int, *placements: tuple[str, str]) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_int8(device: str, num_ranks: int) -> None:
-    """Raises ConfigError where no kernel multiplies by weights of 8 bits: beside one thread of a CPU, and for ranks."""
+def check_int8(device: str) -> None:
+    """Raises ConfigError where no kernel multiplies by weights of 8 bits: they run with one thread of torch on a CPU."""
     if device.partition(":")[0] != "cpu":
         reason = f"device is {device}; on a GPU, serve a checkpoint that is quantised, by fp8 for example"
-    elif num_ranks > 1:
-        reason = f"tensor_parallel_size is {num_ranks}; set it to 1"
     elif not multiplies_and_adds():
         reason = "this processor lacks AVX2 and FMA; leave it out"
     else:

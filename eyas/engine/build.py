@@ -11,7 +11,8 @@ import torch
 
 from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
 from eyas.config import EngineConfig, TreeConfig
-from eyas.config.target_limits import INT8, check_quantization
+from eyas.config.engine import INT8
+from eyas.config.target_limits import check_quantization
 from eyas.device.host import report_phase
 from eyas.device.memory import explain_out_of_memory, to_huge_pages
 from eyas.device.placement import check_int8
@@ -69,7 +70,7 @@ def load_model(
     with explain_out_of_memory(f"no memory for the weights of {target.path!r}", device, FOR_WEIGHTS):
         passes = pass_dtype(target, dtype, device, engine)
         if engine.quantization == INT8:
-            check_int8(device, engine.tensor_parallel_size)
+            check_int8(device)
             dtype = INT8
         return load_target(target, dtype, device, layers, engine.max_model_len, shard, passes)
 

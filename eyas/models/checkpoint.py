@@ -26,9 +26,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from eyas.config import Dtype, EngineConfig
+from eyas.config.engine import INT8
 from eyas.config.file_values import check_source, check_values, read_json, shown
 from eyas.config.gguf_files import local_folder
-from eyas.config.target_limits import EXPERT_COUNTS, INT8, check_context, quantisation
+from eyas.config.target_limits import EXPERT_COUNTS, check_context, quantisation
 from eyas.device.placement import DTYPES
 from eyas.device.processor import multiplies_halves
 from eyas.errors import CheckpointError, EyasError

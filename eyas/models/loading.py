@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
+from eyas.config.engine import INT8
 from eyas.config.file_values import shown
-from eyas.config.target_limits import INT8, check_ranks, quantisation
+from eyas.config.target_limits import check_ranks, quantisation
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
 from eyas.models.backends.packed_weights import (

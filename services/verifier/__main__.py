@@ -20,7 +20,7 @@ import torch
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES
 from eyas.config import DraftingConfig, EngineConfig, VerifierConfig
-from eyas.config.target_limits import INT8
+from eyas.config.engine import INT8
 from eyas.device.placement import runs_compiled, use_threads
 from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.draft_head import DraftHead

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from eyas.config import EngineConfig, TreeConfig
+from eyas.device.transfer import Ints
 from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
 from eyas.emulation.device import Clock
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget
@@ -33,6 +34,8 @@ LONG_ENOUGH_S = 0.02
 # Sizes timed at bends of a table at most, and how far off its time may be there, relative to it, for it to be no bend.
 MAX_BENDS, BEND = 4, 0.05
 PREFIX_TOKENS = 64
+# Tokens of a draft round's first commit.
+FIRST_TOKENS = 4
 # Prefixes and sequences of the passes that time a context, and seconds of a pass from which that takes too long.
 CONTEXT_TOKENS, CONTEXT_SEQUENCES, LONG_PASS_S = 1024, 16, 0.1
 GREEDY = NoiseKey(seed=0)
@@ -76,19 +79,27 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
     none leaks.
     """
     nodes, num_slots = tree.num_draft_tokens, runner.kv_cache.scratch
+    target, most = runner.target, min(engine.max_verify_tokens, engine.max_num_seqs * tree.num_draft_tokens)
+    tokens = different_tokens(target.vocab_size, most)
     prefix = np.arange(max(min(PREFIX_TOKENS, num_slots, runner.target.max_model_len - nodes), 0))
 
-    def segment(num_rows: int) -> Segment:
-        rows = np.arange(num_rows)
-        return Segment(rows * 0, len(prefix) + rows, np.full(num_rows, num_slots), prefix, None, rows, GREEDY)
+    def segment(start: int, num_rows: int) -> Segment:
+        rows, own = np.arange(num_rows), tokens[start : start + num_rows]
+        return Segment(own, len(prefix) + rows, np.full(num_rows, num_slots), prefix, None, rows, GREEDY)
 
     def rounds(num_rows: int) -> Iterator[Callable[[], object]]:
-        segments = [segment(min(nodes, num_rows - start)) for start in range(0, num_rows, nodes)]
+        segments = [segment(start, min(nodes, num_rows - start)) for start in range(0, num_rows, nodes)]
         draws = [Draw(GREEDY, 0)] * num_rows
         while True:
             yield lambda: tokens_of(runner.forward(segments), draws).tolist()
 
-    return measure_sizes(rounds, min(engine.max_verify_tokens, engine.max_num_seqs * nodes), clock, needed=nodes)
+    growth = 2 if target.is_mixture_of_experts else 4  # the first rows each find experts that no other one has
+    return measure_sizes(rounds, most, clock, nodes, growth)
+
+
+def different_tokens(vocab_size: int, count: int) -> Ints:
+    """Return tokens that go to different experts, as those of a tree do [count]. Equal ones would share theirs."""
+    return np.random.default_rng(0).integers(0, vocab_size, count)
 
 
 def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[], float]) -> float:
@@ -127,18 +138,20 @@ def measure_drafting(
         return DraftCosts(None, None, tree.top_k)
     num_rows = max(min(tree.num_draft_tokens - 1, tree.top_k), 1)
     budget, epochs = TreeBudget(num_rows + 1, 1), itertools.count()
+    tokens = different_tokens(runner.target.vocab_size, engine.max_num_seqs + FIRST_TOKENS)
 
     def context(session: int, epoch: int, start: int, num_tokens: int) -> DraftContext:
         slots = np.arange(num_tokens if start else num_tokens - 1) % runner.kv_cache.scratch
         features = runner.features(slots) if drafter.needs.features else None
-        return Commit(f"warm-up {session}", epoch, start, (0,) * num_tokens, features, GREEDY, budget)
+        own = tuple(tokens[session : session + num_tokens].tolist())
+        return Commit(f"warm-up {session}", epoch, start, own, features, GREEDY, budget)
 
     def round_of(num_trees: int, *of_session: int) -> object:
         """Time a round with the features, which a CPU fuses for it."""
         return drafter.request([context(session, *of_session) for session in range(num_trees)])()
 
     def rounds(num_trees: int) -> Iterator[Callable[[], object]]:
-        start, num_tokens, epoch = 0, 4, next(epochs)
+        start, num_tokens, epoch = 0, FIRST_TOKENS, next(epochs)
         while True:
             yield partial(round_of, num_trees, epoch, start, num_tokens)
             start, num_tokens = start + num_tokens, 2
@@ -158,11 +171,12 @@ def measure_sizes(
     largest: int,
     clock: Callable[[], float],
     needed: int = 1,
+    growth: int = 4,
 ) -> CostModel:
     """Time sizes 1, 4, 16, 32 and so on up to `largest`, and then where the slope may change between two of them.
 
     A size has one round that does not count. Its time is the median of some rounds, or that of one after REPEAT_LIMIT_S.
-    Sizes up to `needed` are timed however long it takes.
+    Sizes up to `needed` are timed however long it takes. growth: from one size to the next, below 16.
     """
     table: dict[int, float] = {}
     began, size = clock(), 1
@@ -182,7 +196,7 @@ def measure_sizes(
         return False
 
     while time_size(size) and size < largest:
-        size = min((4 if size < 16 else 2) * size, largest)
+        size = min((growth if size < 16 else 2) * size, largest)
     for _ in range(MAX_BENDS):
         bend = _bend(sorted(table), [table[size] for size in sorted(table)])
         if bend in table or not bend or not time_size(bend):

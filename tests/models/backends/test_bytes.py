@@ -110,19 +110,23 @@ def test_weights_that_cannot_be_rounded_are_named(config: dict[str, Any], reason
 
 
 @pytest.mark.parametrize(
-    ("device", "ranks", "threads", "reason"),
+    ("device", "threads", "reason"),
     [
-        ("cuda:0", 1, 1, "device is cuda:0; on a GPU, serve a checkpoint that is quantised"),
-        ("cpu", 2, 1, "tensor_parallel_size is 2; set it to 1"),
-        ("cpu", 1, 3, "torch has 3 threads; set OMP_NUM_THREADS=1"),
+        ("cuda:0", 1, "device is cuda:0; on a GPU, serve a checkpoint that is quantised"),
+        ("cpu", 3, "torch has 3 threads; set OMP_NUM_THREADS=1"),
     ],
 )
 def test_places_without_such_kernels_are_refused(
-    device: str, ranks: int, threads: int, reason: str, monkeypatch: pytest.MonkeyPatch
+    device: str, threads: int, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with pytest.raises(ConfigError, match=f"compiled kernels of a CPU: {reason}"):
-        check_int8(device, ranks)
+        check_int8(device)
+
+
+def test_ranks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="quantization is 'int8'; it needs tensor_parallel_size 1"):
+        EngineConfig(quantization="int8", tensor_parallel_size=2)
 
 
 def test_the_weights_take_half_of_half_weights() -> None:
