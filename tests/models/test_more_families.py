@@ -93,7 +93,8 @@ def test_chunks_trees_and_states_equal_transformers(kind: str, tmp_path: Path) -
 def reference_states(folder: str) -> Tensor:
     """The input of the second layer and the output of the decoder, side by side, as transformers computes them."""
     reference: Any = load_reference(folder)
-    decoder, states = reference.get_decoder(), list[Tensor]()
+    decoder = reference.get_decoder()
+    states = list[Tensor]()
     hook = decoder.layers[1].register_forward_pre_hook(lambda layer, args: states.append(args[0][0]))
     last = decoder(input_ids=torch.tensor([PREFIX])).last_hidden_state[0]
     hook.remove()

@@ -87,9 +87,11 @@ def slot_attention(  # noqa: PLR0913  # the signature that transformers calls
     Stores the new keys and values in their slots first. Returns [1, R, H, D]. s_aux: the sinks of a layer that has some.
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
-    scales, latent = kv_cache.scales[layer], latent_projection(module)
+    scales = kv_cache.scales[layer]
+    latent = latent_projection(module)
     store_rows(kv_cache.keys[layer], packed.slots, key[0].transpose(0, 1), scales.key)
-    rows, rule = query[0].transpose(0, 1), (scaling, getattr(module, WINDOW, sliding_window), softcap, s_aux)
+    rule = scaling, getattr(module, WINDOW, sliding_window), softcap, s_aux
+    rows = query[0].transpose(0, 1)
     if latent is None:
         store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
         out = attend_layer(rows, kv_cache, layer, packed, *rule)
@@ -116,7 +118,8 @@ def _attend_latents(
     scaling, window, *others = rule
     if group is None or not is_long or any(other is not None for other in others):
         return latent.values_of(attend_layer(latent.absorb(query), kv_cache, layer, packed, *rule))
-    latents, scale = _gather(kv_cache.keys[layer], group, query.dtype)[:, 0], kv_cache.scales[layer].key
+    latents = _gather(kv_cache.keys[layer], group, query.dtype)[:, 0]
+    scale = kv_cache.scales[layer].key
     bias = packed.bias(0, window, query.dtype, 1)
     return latent.attend_expanded(query, latents if scale == 1 else latents * scale, bias, scaling)
 
@@ -220,7 +223,7 @@ def _attend_group(
     q = query if group.covers_pass else query.index_select(0, group.rows.flatten())
     # [B * Q, H, D] to [B, J, (H / J) * Q, D]: query heads that share keys and values become rows of one head.
     q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
-    k, v = (rows.unflatten(0, (batch, -1)).transpose(1, 2) for rows in _gather_both(keys, values, group, q.dtype))
+    k, v = (rows.view(batch, -1, *rows.shape[1:]).transpose(1, 2) for rows in _gather_both(keys, values, group, q.dtype))
     o = masked_attention(q, k, v, bias, scaling, softcap, _sink_of_rows(sinks, num_kv, cells))
     # And back: [B, J, (H / J) * Q, D] to [B * Q, H, D].
     o = o.view(batch, num_kv, num_heads // num_kv, cells, -1).permute(0, 3, 1, 2, 4)
@@ -234,7 +237,8 @@ def _sink_of_rows(sinks: Tensor | None, num_kv: int, cells: int) -> Tensor | Non
 
 def _gather_both(keys: Tensor, values: Tensor, group: PaddedGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return keys and values of the group's keys; once, if values are the first numbers of keys."""
-    found, width = _gather(keys, group, dtype), values.shape[2]
+    found = _gather(keys, group, dtype)
+    width = values.shape[2]
     if width < keys.shape[2] and values.data_ptr() == keys.data_ptr():
         return found, found[..., :width]
     return found, _gather(values, group, dtype)

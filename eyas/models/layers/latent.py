@@ -7,7 +7,7 @@ without and P with rotation, V width of its values, C width of a latent, S slots
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,13 @@ class LatentProjection(nn.Module):
     @property
     def parts(self) -> tuple[Tensor, Tensor]:
         """Return W_K [H, N, C] and W_V [H, V, C] of this rank's heads."""
-        keys, values = self.weight.view(-1, sum(self.widths), self.weight.shape[1]).split(self.widths, 1)
-        return keys, values
+        whole = self.weight.view(-1, sum(self.widths), self.weight.shape[1])
+        return whole[:, : self.widths[0]], whole[:, self.widths[0] :]
 
     def absorb(self, query: Tensor) -> Tensor:
         """Return queries [R, H, N + P] for latents, [R, H, C + P]."""
-        plain, rotated = query.split([self.widths[0], query.shape[2] - self.widths[0]], -1)
-        return torch.cat([(plain.transpose(0, 1) @ self.parts[0]).transpose(0, 1), rotated], -1)
+        plain = query[..., : self.widths[0]].transpose(0, 1)
+        return torch.cat([(plain @ self.parts[0]).transpose(0, 1), query[..., self.widths[0] :]], -1)
 
     def values_of(self, attended: Tensor) -> Tensor:
         """Return values of heads [R, H, V] for what they attended to, [R, H, C]."""
@@ -48,10 +48,11 @@ class LatentProjection(nn.Module):
         and values of some heads at a time.
         """
         value_width = self.widths[1]
-        compressed, rotated = latents.split([self.weight.shape[1], latents.shape[1] - self.weight.shape[1]], -1)
+        width = self.weight.shape[1]
+        compressed, rotated = latents[:, :width], latents[:, width:]
         most = max(1, EXPANDED_ELEMENTS // (len(latents) * query.shape[2]))
         out = []
-        for heads, keys, values in zip(query.transpose(0, 1).split(most), *(w.split(most) for w in self.parts), strict=True):
+        for heads, keys, values in zip(*(torch.split(x, most) for x in (query.transpose(0, 1), *self.parts)), strict=True):
             own = compressed @ keys.transpose(1, 2)
             key = torch.cat([own, rotated.expand(len(own), -1, -1)], -1)
             value = compressed @ values.transpose(1, 2)
@@ -81,7 +82,7 @@ def use_latents(model: nn.Module) -> Any:
 def _plain_weight(projection: nn.Linear, like: Tensor) -> nn.Parameter:
     """Return the weight of a projection; of a quantised one, what it makes of an identity, in the dtype of `like`."""
     if type(projection) is nn.Linear and type(projection.weight.data) is Tensor:
-        return projection.weight
+        return cast(nn.Parameter, projection.weight)
     rows = torch.eye(projection.in_features, dtype=like.dtype, device=like.device)
     return nn.Parameter(projection(rows).T.contiguous(), requires_grad=False)
 

@@ -40,7 +40,8 @@ ROWS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
 PACKED = frozenset({"packed_colwise"})
 SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
 # Styles of our own plans: parts of the last dimension, and what the first rank adds for all.
-LAST, FIRST = frozenset({"last_dimension"}), frozenset({"first_rank"})
+LAST = frozenset({"last_dimension"})
+FIRST = frozenset({"first_rank"})
 WHOLE = frozenset({
     "replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params",
     "mla_kv_a_proj",
