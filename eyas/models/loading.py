@@ -107,7 +107,8 @@ def load_target(
     names = stored_names(config, checkpoint, architecture.tensors)
     _check_shapes(architecture.tensors, config, checkpoint, names)
     ends = end_tokens(checkpoint.folder, config)
-    computed, to_bytes = getattr(torch, passes or dtype), dtype == INT8
+    computed = getattr(torch, passes or dtype)
+    to_bytes = dtype == INT8
     files = WeightFiles(checkpoint, computed if to_bytes else getattr(torch, dtype), device, names.own if names else None)
     model = _load_parts(config, files, computed, to_bytes, shard, [shape.num_heads for shape in shapes])
     if model is None:
