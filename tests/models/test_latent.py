@@ -59,6 +59,22 @@ def test_expanded_keys_equal_absorbed_queries(
     torch.testing.assert_close(logits_of(target, target), absorbed, atol=1e-4, rtol=1e-4)
 
 
+def test_long_segments_beside_short_ones_expand_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two long segments of other lengths, a tree and a single row in one pass."""
+    folder = write("deepseek_v3", tmp_path)
+    target = load_target(folder)
+    monkeypatch.setattr(attention, "MOST_ABSORBED_ROWS", 8)
+    kv_cache = target.new_kv_cache(400)
+    run(target, [segment(PREFIX, 0, SLOTS[:37], SLOTS[:0])], kv_cache)
+    lengths = (37, 30, 1)
+    starts = (100, 150, 200)
+    segments = [segment(PREFIX[:n], 0, SLOTS[at : at + n], SLOTS[:0]) for n, at in zip(lengths, starts, strict=True)]
+    *found, nodes = run(target, [*segments, tree_segment()], kv_cache)
+    for logits, length in zip(found, lengths, strict=True):
+        torch.testing.assert_close(logits, expected(folder, PREFIX[:length]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(nodes, run(target, [tree_segment()], kv_cache)[0], atol=1e-4, rtol=1e-4)
+
+
 def test_wrong_parts_of_the_projection_show_in_logits(tmp_path: Path) -> None:
     folder = write("glm4_moe_lite", tmp_path)
     target = load_target(folder)
