@@ -161,7 +161,7 @@ def main(
 async def measure(repeats: int, only: str, progress: Progress) -> list[Lag]:
     """Measure all bodies on one router."""
     lags = []
-    with child(_verifier) as (address, _), child(_router, address) as (ports, router):
+    with child(serve_verifier, InstantVerifier()) as (address, _), child(_router, address) as (ports, router):
         async with httpx.AsyncClient(base_url=f"http://{ports[0]}", timeout=120) as http, open_channel(ports[1]) as channel:
             cases = {name: case for name, case in _cases(http, channel) if only in name}
             for name, send in progress.track(cases.items(), "bodies"):
@@ -355,10 +355,11 @@ def with_logprobs(message: generation_pb2.GenerateRequest, chunk: Chunk, is_firs
     return chunk
 
 
-async def _verifier(connection: Connection) -> None:
+async def serve_verifier(connection: Connection, servicer: GenerationServicer) -> None:
+    """Serve as a verifier of MODEL that is not in a registry; send its address."""
     peers = Peers()
     server = worker_server(ServerConfig(), peers)
-    add_GenerationServicer_to_server(InstantVerifier(), server.aio)
+    add_GenerationServicer_to_server(servicer, server.aio)
     registration = WorkerRegistration(server, None, AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 100_000, 4096)))
     address = await server.start([GENERATION_SERVICE])
     await registration.register(address)

@@ -84,7 +84,9 @@ class TextDecoder:
     def add(self, received: Chunk) -> TextChunk:
         """Decode the next chunk. After `stopped`, there is no next one."""
         piece = self.text.push(received.token_ids, ends=received.finish_reason == "stop")
-        chunk = replace(received.first(len(piece.texts)), index=self.index)
+        chunk = received.first(len(piece.texts))
+        if chunk.index != self.index:
+            chunk = replace(chunk, index=self.index)
         text, stop_reason = piece.text, self._end_token(chunk)
         if piece.stopped:
             self.stopped, stop_reason = True, self.text.stop_string

@@ -206,14 +206,26 @@ def text_chunk_to_proto(chunk: TextChunk) -> generation_pb2.GenerateChunk:
 
 
 def text_chunk_from_proto(message: generation_pb2.GenerateChunk, request_id: str = "") -> TextChunk:
-    """Read a chunk. request_id: of the call that the chunk answers; chunks do not carry it. InvalidRequest: an unknown
-    finish reason.
+    """Read a chunk as a client receives it. request_id, InvalidRequest: as `chunk_from_proto`."""
+    finish = message.finish if message.HasField("finish") else None
+    seed = message.seed if message.HasField("seed") else None
+    totals = totals_from_proto(finish) if finish else None
+    stop = finish.WhichOneof("stop_reason") if finish else None
+    stop_reason = getattr(finish, stop) if stop else None
+    chunk = chunk_from_proto(message, request_id)
+    return TextChunk(chunk, message.text, tuple(message.text_lengths), seed, totals, stop_reason)
+
+
+def chunk_from_proto(message: generation_pb2.GenerateChunk, request_id: str = "") -> Chunk:
+    """Read a chunk without its text. request_id: of the call that the chunk answers; chunks do not carry it.
+
+    InvalidRequest: an unknown finish reason.
     """
     finish = message.finish if message.HasField("finish") else None
     if finish and finish.reason not in get_args(FinishReason):
         reasons = ", ".join(get_args(FinishReason))
         raise InvalidRequest(f"finish reason is {finish.reason!r}; it must be one of {reasons}")
-    inner = Chunk(
+    return Chunk(
         request_id=request_id,
         token_ids=tuple(message.token_ids),
         is_draft_token=tuple(message.is_draft_token),
@@ -225,11 +237,6 @@ def text_chunk_from_proto(message: generation_pb2.GenerateChunk, request_id: str
         prompt_logprobs=tuple(map(token_logprob_from_proto, message.prompt_logprobs)),
         num_cached=message.num_cached_tokens,
     )
-    seed = message.seed if message.HasField("seed") else None
-    totals = totals_from_proto(finish) if finish else None
-    stop = finish.WhichOneof("stop_reason") if finish else None
-    stop_reason = getattr(finish, stop) if stop else None
-    return TextChunk(inner, message.text, tuple(message.text_lengths), seed, totals, stop_reason)
 
 
 def verify_step_to_proto(step: VerifyStep) -> generation_pb2.VerifyStep:
@@ -238,7 +245,8 @@ def verify_step_to_proto(step: VerifyStep) -> generation_pb2.VerifyStep:
 
 
 def verify_step_from_proto(message: generation_pb2.VerifyStep) -> VerifyStep:
-    return VerifyStep(**_values(message) | {"details": _details_from_proto(message)})
+    numbers = message.drafted, message.depth, message.accepted, message.grown_ahead
+    return VerifyStep(*numbers, _details_from_proto(message))
 
 
 def _details_from_proto(message: generation_pb2.VerifyStep) -> VerifyStepDetails | None:

@@ -26,6 +26,7 @@ from eyas.services.ray.config import EnvironmentConfig
 from eyas.services.ray.replicas import on_this_node
 from eyas.services.router.__main__ import build_router
 from eyas.services.router.auth.keys import load_api_keys
+from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
@@ -148,19 +149,20 @@ class Router:
         await self._stack.aclose()
 
 
-async def _delay_final_chunks(stream: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
+async def _delay_final_chunks(stream: ReadyChunks) -> AsyncGenerator[TextChunk, None]:
     """Yield the same chunks, but a chunk that ends a completion waits for the next one or the end of the stream.
 
     Serve sends trailing metadata with messages, and the metadata is known only at the end of the stream.
     """
     held: TextChunk | None = None
     async with aclosing(stream) as chunks:
-        async for chunk in chunks:
-            if held is not None:
-                yield held
-            held = chunk if chunk.totals is not None else None
-            if held is None:
-                yield chunk
+        async for ready in chunks:
+            for chunk in ready:
+                if held is not None:
+                    yield held
+                held = chunk if chunk.totals is not None else None
+                if held is None:
+                    yield chunk
     if held is not None:
         yield held
 

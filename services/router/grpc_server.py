@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 import grpc
 
-from eyas.api.outputs import TextChunk
 from eyas.api.request import Request, SamplingParams
 from eyas.api.validation import MAX_ENTRIES, check_prompt_length, check_request_id, check_sizes
 from eyas.config import TlsConfig
@@ -20,7 +19,7 @@ from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chu
 from eyas.rpc.messages import GenerateCall
 from eyas.services.router.auth.keys import ApiKeys
 from eyas.services.router.dispatch.dispatcher import LARGE_NUM_LOGPROBS
-from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.generation import GenerationService, ReadyChunks
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer
@@ -35,7 +34,7 @@ class RouterServicer(GenerationServicer):
 
     async def open_stream(
         self, request: generation_pb2.GenerateRequest, context: Any, timeout_s: float | None = None
-    ) -> AsyncGenerator[TextChunk, None]:
+    ) -> ReadyChunks:
         """Check a call and return the stream of its chunks; the context gets the trailing metadata."""
         metadata = context.invocation_metadata() or ()
         access = self._keys.access(metadata)
@@ -72,10 +71,11 @@ class RouterServicer(GenerationServicer):
     ) -> None:
         """Stream the continuation of a prompt."""
         async with aclosing(await self.open_stream(request, context, context.time_remaining())) as chunks:
-            async for chunk in chunks:
-                is_large = len(chunk.chunk.prompt_logprobs) > LARGE_NUM_LOGPROBS
-                message = await asyncio.to_thread(text_chunk_to_proto, chunk) if is_large else text_chunk_to_proto(chunk)
-                await context.write(message)
+            async for ready in chunks:
+                for chunk in ready:
+                    is_large = len(chunk.chunk.prompt_logprobs) > LARGE_NUM_LOGPROBS
+                    message = await asyncio.to_thread(text_chunk_to_proto, chunk) if is_large else text_chunk_to_proto(chunk)
+                    await context.write(message)
 
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, context: Any

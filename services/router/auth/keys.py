@@ -169,10 +169,10 @@ class Access:
 
     def meter(
         self,
-        chunks: AsyncGenerator[TextChunk, None],
+        chunks: AsyncGenerator[list[TextChunk], None],
         calls: Iterable[GenerateCall],
         record_rejection: AbstractContextManager[None],
-    ) -> AsyncGenerator[TextChunk, None]:
+    ) -> AsyncGenerator[list[TextChunk], None]:
         """Return the chunks of prepared calls within the key's quota; without a quota they are `chunks` itself.
 
         The first raises what `Quota.reserve` does; `record_rejection` is entered around that.
@@ -182,10 +182,10 @@ class Access:
     async def _counted(
         self,
         quota: Quota,
-        chunks: AsyncGenerator[TextChunk, None],
+        chunks: AsyncGenerator[list[TextChunk], None],
         calls: Iterable[GenerateCall],
         record_rejection: AbstractContextManager[None],
-    ) -> AsyncGenerator[TextChunk, None]:
+    ) -> AsyncGenerator[list[TextChunk], None]:
         requests = [call.request for call in calls]
         num_prompt = sum(len(request.prompt_ids) for request in requests)
         num_output = sum(request.sampling.n * request.sampling.max_tokens for request in requests)
@@ -194,9 +194,9 @@ class Access:
                 num_completions = sum(request.sampling.n for request in requests)
                 count = stack.enter_context(quota.reserve(num_completions, num_prompt, num_output))
             async with aclosing(chunks):
-                async for chunk in chunks:
-                    count(len(chunk.chunk.token_ids))
-                    yield chunk
+                async for ready in chunks:
+                    count(sum(len(chunk.chunk.token_ids) for chunk in ready))
+                    yield ready
 
     @property
     def headers(self) -> dict[str, str]:

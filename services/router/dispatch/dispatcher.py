@@ -16,15 +16,16 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, S
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self
 
 import grpc
 import grpc.aio
 
-from eyas.api.request import Chunk, Request, VerifyStep, VerifyStepDetails
+from eyas.api.request import Chunk, Request, VerifyStepDetails
 from eyas.config import RetryConfig
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable, UnknownDrafter, WorkerLost
 from eyas.protocol.prefix_hash import block_hashes
-from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
+from eyas.rpc.convert import chunk_from_proto, generate_call_to_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import is_connection_error, status_error
 from eyas.services.discovery.redis_registry import Placement, Registry
@@ -249,7 +250,8 @@ class Dispatcher:
         with self._workers.in_flight(pair, stream.cancel):
             try:
                 num_left, vocab_size = call.request.sampling.max_tokens, pair.verifier.model.vocab_size
-                yield _UpstreamCall(stream, call.request, context.deadline, vocab_size, num_left)
+                with TimeLimit(context.deadline, stream.cancel) as limit:
+                    yield _UpstreamCall(stream, call.request, limit, vocab_size, num_left)
             finally:
                 stream.cancel()
 
@@ -267,14 +269,14 @@ class _UpstreamCall:
 
     stream: GenerateStream
     request: Request
-    deadline: float
+    limit: TimeLimit
     vocab_size: int
     num_left: int
     is_finished: bool = False
 
     async def read(self, stall_timeout_s: float) -> Chunk:
         """Return the next chunk. Raises as `read_chunk`, and Unavailable for a chunk that no sound verifier sends."""
-        message = await read_chunk(self.stream, self.deadline, stall_timeout_s)
+        message = await read_chunk(self.stream, self.limit, stall_timeout_s)
         parse = partial(_parse_chunk, message, self.vocab_size, self.request, self.num_left)
         is_large = len(message.prompt_logprobs) > LARGE_NUM_LOGPROBS
         chunk = await asyncio.to_thread(parse) if is_large else parse()
@@ -357,7 +359,8 @@ class _RetryState:
     def add(self, pair: Pair, chunk: Chunk) -> None:
         """Keep a chunk's tokens; from now on only verifiers with the same outputs may continue. A token is progress."""
         self.token_ids += chunk.token_ids
-        self.routing = replace(self.routing, target_fingerprint=pair.verifier.model.pin)
+        if self.routing.target_fingerprint != pair.verifier.model.pin:
+            self.routing = replace(self.routing, target_fingerprint=pair.verifier.model.pin)
         if chunk.token_ids:
             self.avoided.pop(pair.verifier.incarnation, None)
             self.num_failures, self.waited_s, self.has_broken = 0, 0.0, False
@@ -407,22 +410,69 @@ def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingReque
     )
 
 
-async def read_chunk(stream: GenerateStream, deadline: float, stall_timeout_s: float) -> generation_pb2.GenerateChunk:
-    """Read a stream's next chunk.
+class TimeLimit:
+    """The timer of a call: ends it at the deadline, and when a read takes too long. A context that it runs in.
+
+    One timer serves all reads: it is moved when it fires, for a read takes far less time than its limit.
+
+    Args:
+        deadline: by the clock of the running event loop.
+        end: cancels the call.
+    """
+
+    def __init__(self, deadline: float, end: Callable[[], object]) -> None:
+        self.deadline = deadline
+        self.has_ended = False
+        self._end = end
+        self._loop = asyncio.get_running_loop()
+        self._due = deadline
+
+    def __enter__(self) -> Self:
+        self._timer = self._loop.call_at(self._due, self._fire)
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._timer.cancel()
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - self._loop.time()
+
+    @contextmanager
+    def reading(self, timeout_s: float) -> Iterator[None]:
+        """Limit what runs in the context, up to the deadline."""
+        self._due = min(self._loop.time() + timeout_s, self.deadline)
+        if self._due < self._timer.when():
+            self._restart()
+        try:
+            yield
+        finally:
+            self._due = self.deadline
+
+    def _restart(self) -> None:
+        self._timer.cancel()
+        self._timer = self._loop.call_at(self._due, self._fire)
+
+    def _fire(self) -> None:
+        if self._loop.time() < self._due:
+            self._restart()
+        else:
+            self.has_ended = True
+            self._end()
+
+
+async def read_chunk(stream: GenerateStream, limit: TimeLimit, stall_timeout_s: float) -> generation_pb2.GenerateChunk:
+    """Read a stream's next chunk. limit: cancels the stream.
 
     Raises TimeoutError at the deadline, and Unavailable or WorkerLost when the verifier stalls or fails before it.
     """
-    remaining_s = deadline - asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(min(remaining_s, stall_timeout_s)):  # wait_for may swallow a cancellation (3.11)
+        with limit.reading(stall_timeout_s):
             message = await stream.read()
-    except TimeoutError as error:
-        if remaining_s <= stall_timeout_s:
-            raise
-        raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from error
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            if deadline - asyncio.get_running_loop().time() <= DEADLINE_TOLERANCE_S:
+            if limit.remaining_s <= DEADLINE_TOLERANCE_S:
                 raise TimeoutError from error
             raise Unavailable("the verifier ended the call before its deadline") from error
         raise _eyas_error(error) from error
@@ -430,6 +480,10 @@ async def read_chunk(stream: GenerateStream, deadline: float, stall_timeout_s: f
         task = asyncio.current_task()
         if task is not None and task.cancelling() > 0:
             raise
+        if limit.has_ended and limit.remaining_s <= 0:
+            raise TimeoutError from None
+        if limit.has_ended:
+            raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from None
         raise WorkerLost("the verifier is stuck in one step") from None  # the pool ends the calls of such a one
     if isinstance(message, generation_pb2.GenerateChunk):
         return message
@@ -439,7 +493,7 @@ async def read_chunk(stream: GenerateStream, deadline: float, stall_timeout_s: f
 def _parse_chunk(message: generation_pb2.GenerateChunk, vocab_size: int, request: Request, num_left: int) -> Chunk:
     """Return a chunk. Raises Unavailable for one that no sound verifier sends. num_left: tokens that may come."""
     try:
-        chunk = text_chunk_from_proto(message, request.id).chunk
+        chunk = chunk_from_proto(message, request.id)
     except InvalidRequest as error:
         raise Unavailable(f"the verifier sent an invalid chunk: {error}") from error
     _check_chunk(chunk, vocab_size, request, num_left - len(chunk.token_ids))
@@ -448,30 +502,37 @@ def _parse_chunk(message: generation_pb2.GenerateChunk, vocab_size: int, request
 
 def _check_chunk(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> None:
     """Raises Unavailable for a chunk that no sound verifier sends. num_left: tokens that the request may get after it."""
-    step, count = chunk.verify_step or VerifyStep(0, 0, 0), len(chunk.token_ids)
+    for fault in _faults(chunk, vocab_size, request, num_left):
+        raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
+
+
+def _faults(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> Iterator[str]:
+    """Yield what is wrong with a chunk."""
+    step, count = chunk.verify_step, len(chunk.token_ids)
     logprobs = (*chunk.logprobs, *chunk.prompt_logprobs)
     ids = (*chunk.token_ids, *(token for entry in logprobs for token in (entry.token, *entry.top_ids)))
-    faults = {
-        "more tokens than it was asked for": num_left < 0,
-        "no end after the last token": num_left <= 0 and chunk.finish_reason is None,
-        "an end that this router did not ask for": chunk.finish_reason == "cancelled",
-        f"a token id outside [0, {vocab_size})": bool(ids) and not 0 <= min(ids) <= max(ids) < vocab_size,
-        "marks of drafts for other tokens": len(chunk.is_draft_token) != count,
-        "other log-probabilities than it was asked for": (
-            len(chunk.logprobs) != (0 if request.sampling.logprobs is None else count)
-            or len(chunk.prompt_logprobs) not in (0, len(request.prompt_ids))
-            or any(len(entry.top_ids) != len(entry.top_logprobs) for entry in logprobs)
-        ),
-        "other details of its verify step than it was asked for": (
-            step.details is not None and not _is_tree(step.details, chunk, request, vocab_size)
-        ),
-        "impossible counts": not 0 <= chunk.num_cached <= len(request.prompt_ids)
-        or not 0 <= step.accepted <= step.drafted
-        or not 0 <= step.depth <= step.drafted,
-    }
-    for fault, is_present in faults.items():
-        if is_present:
-            raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
+    if num_left < 0:
+        yield "more tokens than it was asked for"
+    if num_left <= 0 and chunk.finish_reason is None:
+        yield "no end after the last token"
+    if chunk.finish_reason == "cancelled":
+        yield "an end that this router did not ask for"
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        yield f"a token id outside [0, {vocab_size})"
+    if len(chunk.is_draft_token) != count:
+        yield "marks of drafts for other tokens"
+    if (
+        len(chunk.logprobs) != (0 if request.sampling.logprobs is None else count)
+        or len(chunk.prompt_logprobs) not in (0, len(request.prompt_ids))
+        or any(len(entry.top_ids) != len(entry.top_logprobs) for entry in logprobs)
+    ):
+        yield "other log-probabilities than it was asked for"
+    if step and step.details is not None and not _is_tree(step.details, chunk, request, vocab_size):
+        yield "other details of its verify step than it was asked for"
+    if not 0 <= chunk.num_cached <= len(request.prompt_ids):
+        yield "impossible counts"
+    if step and not (0 <= step.accepted <= step.drafted and 0 <= step.depth <= step.drafted):
+        yield "impossible counts"
 
 
 def _is_tree(details: VerifyStepDetails, chunk: Chunk, request: Request, vocab_size: int) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -14,7 +13,7 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from eyas.api.outputs import TextChunk, TextDecoder
-from eyas.api.request import Chunk, SamplingParams
+from eyas.api.request import SamplingParams
 from eyas.api.validation import check_request
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.rpc.messages import GenerateCall, ModelInfo
@@ -29,6 +28,15 @@ from eyas.text.tokenizer import TextStream, Tokenizer
 MAX_CONCURRENT_COMPLETIONS = 128
 STOPPING = "the router is stopping; send the request again"
 
+
+# Chunks that may wait for a client whose socket is busy; its verifier keeps the others.
+MAX_READY = 64
+
+# All chunks that were ready when the reader came for them: one step's, or more of them while it sent the last ones.
+ReadyChunks: TypeAlias = AsyncGenerator[list[TextChunk], None]
+# Takes a chunk, when there is room.
+Put: TypeAlias = Callable[[TextChunk], Awaitable[None]]
+Work: TypeAlias = Callable[[], Awaitable[None]]
 
 # Bad words as token ids, and the special tokens that stop strings hold.
 Words: TypeAlias = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
@@ -163,7 +171,7 @@ class GenerationService:
         operation: str = "text_completion",
         timeout_s: float | None = None,
         on_trailers: TrailerCallback | None = None,
-    ) -> AsyncGenerator[TextChunk, None]:
+    ) -> ReadyChunks:
         """Return the chunks of all completions of a body's calls, as they come; closing it early cancels them.
 
         Args:
@@ -179,8 +187,8 @@ class GenerationService:
         timeout_s = min(timeout_s or self._request_timeout_s, self._request_timeout_s)
         call_slots, slots = (asyncio.Semaphore(MAX_CONCURRENT_COMPLETIONS) for _ in range(2))
 
-        async def stream_call(call: GenerateCall, first: int) -> AsyncGenerator[TextChunk, None]:
-            """Yield the chunks of one call, whose completions begin with the number `first`."""
+        async def run_call(call: GenerateCall, first: int, put: Put) -> None:
+            """Put the chunks of one call, whose completions begin with the number `first`."""
             context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, body=slots)
             with self._telemetry.request(call, operation) as traced:
                 try:
@@ -188,12 +196,13 @@ class GenerationService:
                     if traced.texts is not None:
                         decode = self._tokenizers[call.model].decode
                         traced.prompt_text = await asyncio.to_thread(decode, call.request.prompt_ids)
-                    completions = self._completions(call, first, context)
-                    chunks = next(completions) if call.request.sampling.n == 1 else merge(completions, slots)
-                    async with aclosing(chunks):
-                        async for chunk in chunks:
-                            traced.add(chunk)
-                            yield chunk
+
+                    async def put_traced(chunk: TextChunk) -> None:
+                        traced.add(chunk)
+                        await put(chunk)
+
+                    works = self._completions(call, first, context, put_traced)
+                    await (next(works)() if call.request.sampling.n == 1 else run_all(works, slots))
                 except TimeoutError as error:
                     raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
                 except asyncio.CancelledError:
@@ -201,13 +210,15 @@ class GenerationService:
                         raise _stopping() from None
                     raise
 
-        firsts = accumulate((call.request.sampling.n for call in calls), initial=0)
-        return merge(map(stream_call, calls, firsts), call_slots, self._has_ended)
+        def run_calls(put: Put) -> Awaitable[None]:
+            firsts = accumulate((call.request.sampling.n for call in calls), initial=0)
+            works = (partial(run_call, call, first, put) for call, first in zip(calls, firsts, strict=False))
+            return run_all(works, call_slots)
 
-    def _completions(
-        self, call: GenerateCall, first: int, context: RequestContext
-    ) -> Iterator[AsyncGenerator[TextChunk, None]]:
-        """Yield a stream of chunks for each completion of a call. first: number of the first."""
+        return ready_chunks(run_calls, self._has_ended)
+
+    def _completions(self, call: GenerateCall, first: int, context: RequestContext, put: Put) -> Iterator[Work]:
+        """Yield the work of each completion of a call, which puts its chunks. first: number of the first."""
         tokenizer, request = self._tokenizers[call.model], call.request
         is_constrained = request.sampling.structured_outputs is not None
         left_context = partial(tokenizer.left_context, request.prompt_ids, is_constrained)
@@ -225,8 +236,15 @@ class GenerationService:
             )
             stop_token_ids, num_prompt = request.sampling.stop_token_ids, len(request.prompt_ids)
             decoder = TextDecoder(text, stop_token_ids, num_prompt, sampling.seed, index)
-            chunks = self._dispatcher.stream(replace(call, request=completion), context)
-            yield _decode(chunks, decoder)
+            yield partial(self._complete, replace(call, request=completion), context, decoder, put)
+
+    async def _complete(self, call: GenerateCall, context: RequestContext, decoder: TextDecoder, put: Put) -> None:
+        """Put the chunks of one completion with their text. A stop string ends it, for the verifier would go on."""
+        async with aclosing(self._dispatcher.stream(call, context)) as chunks:
+            async for received in chunks:
+                await put(decoder.add(received))
+                if decoder.stopped:
+                    return
 
     def _served(self, name: str) -> ModelInfo | None:
         if self._has_ended.is_set():
@@ -250,78 +268,66 @@ def _words_as_ids(tokenizer: Tokenizer, sampling: SamplingParams) -> Words:
     return tokenizer.bad_token_ids(sampling.bad_words), tokenizer.specials_in(sampling.stop)
 
 
-async def _decode(chunks: AsyncGenerator[Chunk, None], decoder: TextDecoder) -> AsyncGenerator[TextChunk, None]:
-    """Yield the chunks of one completion with their text. At a stop string, close `chunks`: the verifier would go on."""
-    async with aclosing(chunks):
-        async for received in chunks:
-            yield decoder.add(received)
-            if decoder.stopped:
-                return
+async def run_all(works: Iterable[Work], slots: asyncio.Semaphore) -> None:
+    """Run all works at once, each as a task, so that its log lines carry its own request's id. An error of one ends all.
 
-
-async def merge(
-    streams: Iterable[AsyncGenerator[TextChunk, None]], slots: asyncio.Semaphore, has_ended: asyncio.Event | None = None
-) -> AsyncGenerator[TextChunk, None]:
-    """Yield the chunks of all streams as they come. Closing it early, or an error of one stream, ends all.
-
-    has_ended: set when the router stops, which ends them with Unavailable.
-
-    Each stream keeps one context, so that its log lines carry its own request's id to the end. A stream is taken from
-    `streams` and started once there is a slot, and one in each round of the event loop. So a body of many prompts neither
-    keeps it from other requests nor fills the memory that each garbage collection visits.
+    Each is taken from `works` and started once there is a slot, one in each round of the event loop. So a body of many
+    prompts neither keeps it from other requests nor fills the memory that each garbage collection visits.
     """
-    chunks: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(1)
-    tasks: set[asyncio.Task[None]] = set()
-    num_open = 1  # `start` itself ends with None too
-
-    async def start() -> None:
-        nonlocal num_open
-        for stream in streams:
-            await slots.acquire()
-            num_open += 1
-            task = asyncio.create_task(_pump(stream, chunks), context=copy_context())
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            task.add_done_callback(lambda _: slots.release())
-            await asyncio.sleep(0)
-        await chunks.put(None)
-
-    async def end(event: asyncio.Event) -> None:
-        await event.wait()
-        await chunks.put(_stopping())
-
-    starting = asyncio.create_task(start())
-    if has_ended:
-        tasks.add(asyncio.create_task(end(has_ended)))
     try:
-        while num_open:
-            chunk = await chunks.get()
-            if isinstance(chunk, Exception):
-                raise chunk
-            if chunk is None:
-                num_open -= 1
-            else:
-                yield chunk
+        async with asyncio.TaskGroup() as group:
+            iterator = iter(works)
+            while True:
+                await slots.acquire()
+                if (work := next(iterator, None)) is None:
+                    slots.release()
+                    break
+                group.create_task(work()).add_done_callback(lambda _: slots.release())  # type: ignore[arg-type]
+                await asyncio.sleep(0)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+async def ready_chunks(work: Callable[[Put], Awaitable[None]], has_ended: asyncio.Event) -> ReadyChunks:
+    """Yield what a work puts, all that is ready at once. Closing it early, or an error of the work, ends the work.
+
+    has_ended: set when the router stops, which ends it with Unavailable.
+    """
+    queue: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(MAX_READY)
+    is_read = True
+
+    async def run() -> None:
+        try:
+            await work(queue.put)
+        except Exception as error:
+            if is_read:
+                await queue.put(error)
+        else:
+            await queue.put(None)
+
+    async def end() -> None:
+        await has_ended.wait()
+        await queue.put(_stopping())
+
+    tasks = asyncio.create_task(run()), asyncio.create_task(end())
+    try:
+        while True:
+            items = [await queue.get()]
+            items += [queue.get_nowait() for _ in range(queue.qsize())]
+            if chunks := [item for item in items if isinstance(item, TextChunk)]:
+                yield chunks
+            for item in items:
+                if item is None:
+                    return
+                if isinstance(item, Exception):
+                    raise item
     finally:
-        # all at once: a second cancellation, which may come at any await, would leave the rest running
-        for task in (starting, *tasks):
+        is_read = False
+        # both at once: a second cancellation, which may come at any await, would leave the other running
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(starting, *tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _stopping() -> Unavailable:
     return Unavailable(STOPPING)
-
-
-async def _pump(stream: AsyncGenerator[TextChunk, None], chunks: asyncio.Queue[TextChunk | Exception | None]) -> None:
-    """Put the chunks of a stream into the queue, then its error, or None at its end. Closes the stream."""
-    async with aclosing(stream):
-        try:
-            async for chunk in stream:
-                await chunks.put(chunk)
-        except Exception as error:
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():  # else nothing is read any more
-                await chunks.put(error)
-        else:
-            await chunks.put(None)

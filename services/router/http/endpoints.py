@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +20,7 @@ from eyas.api.validation import MAX_REQUEST_ID_LENGTH, check_prompt_length
 from eyas.errors import InvalidRequest
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.auth.keys import Access
-from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.generation import GenerationService, ReadyChunks
 from eyas.services.router.http.bodies.anthropic import MessagesBody, PromptBody
 from eyas.services.router.http.bodies.openai import (
     DEFAULT_COMPLETION_TOKENS,
@@ -165,9 +165,7 @@ class GenerationEndpoints:
         """Return the requested model; the client may have to wait for a verifier of it."""
         return await cancel_on_disconnect(request.receive, self.service.model(name))
 
-    async def _respond(
-        self, stream: bool, request: Request, writer: StreamWriter, chunks: AsyncGenerator[TextChunk, None]
-    ) -> Response:
+    async def _respond(self, stream: bool, request: Request, writer: StreamWriter, chunks: ReadyChunks) -> Response:
         """Return one JSON response, or a stream of events.
 
         The first event is awaited: an error before it has its own status.
@@ -303,12 +301,16 @@ def _echoes(body: CompletionBody, tokenizer: Tokenizer) -> list[str]:
     return [prompt if isinstance(prompt, str) else tokenizer.decode(prompt) for prompt in body.prompt]
 
 
-async def _without_output(chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[TextChunk, None]:
+async def _without_output(chunks: ReadyChunks) -> ReadyChunks:
     """Remove the output token that scoring a prompt costs."""
+
+    def prompt_of(chunk: TextChunk) -> TextChunk:
+        inner = chunk.chunk.first(0)
+        if inner.finish_reason == "stop":
+            inner = replace(inner, finish_reason="length")
+        totals = replace(chunk.totals, num_output_tokens=0, stats=None) if chunk.totals else None
+        return replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
+
     async with aclosing(chunks):
-        async for chunk in chunks:
-            inner = chunk.chunk.first(0)
-            if inner.finish_reason == "stop":
-                inner = replace(inner, finish_reason="length")
-            totals = replace(chunk.totals, num_output_tokens=0, stats=None) if chunk.totals else None
-            yield replace(chunk, chunk=inner, text="", text_lengths=(), totals=totals)
+        async for ready in chunks:
+            yield list(map(prompt_of, ready))

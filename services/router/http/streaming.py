@@ -17,7 +17,7 @@ from eyas.errors import EyasError
 from eyas.rpc.admission import Admission
 from eyas.services.discovery.base import cancel_task
 from eyas.services.router.http.errors import CLIENT_CLOSED_REQUEST
-from eyas.services.router.http.writers.json_blocks import num_values, run
+from eyas.services.router.http.writers.json_blocks import encoded
 from eyas.services.router.http.writers.openai import StreamWriter
 
 WAITING_COMMENT = b": waiting for a verifier"
@@ -131,7 +131,7 @@ class EventStream(Response):
     While none comes, a comment is sent every `keepalive_interval_s`, so that no proxy closes a silent connection.
 
     Args:
-        writer: makes frames of events.
+        writer: says what comes before an event.
         first: the first event; None if there is none.
         events: the others.
     """
@@ -191,7 +191,7 @@ class EventStream(Response):
             await asyncio.sleep(self._keepalive_interval_s - silence_s)
 
     async def _send_event(self, send: Send, event: dict[str, Any]) -> None:
-        await self._send_frame(send, await run(num_values(event), self._writer.frame, event))
+        await self._send_frame(send, await encoded(event, self._writer.before(event)))
 
     async def _send_frame(self, send: Send, blocks: list[bytes]) -> None:
         async with self._sending:  # a comment would break an event in blocks

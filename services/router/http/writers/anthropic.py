@@ -9,10 +9,10 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from eyas.api.outputs import TextChunk
 from eyas.errors import EyasError
+from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.errors import anthropic_error_body
-from eyas.services.router.http.writers.json_blocks import named_frame
+from eyas.services.router.http.writers.json_blocks import event_name, json_blocks
 from eyas.services.router.http.writers.openai import ResponseWriter
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -31,7 +31,7 @@ class MessagesWriter:
         """The id of the request."""
         return self.chat.id
 
-    async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
+    async def response(self, chunks: ReadyChunks) -> dict[str, Any]:
         """Return the whole message, which its events make. Raises RequestFailed if the completion failed."""
         message, content = dict[str, Any](), list[_WholeBlock]()
         async with aclosing(self.events(chunks)) as events:
@@ -47,7 +47,7 @@ class MessagesWriter:
                     message |= event["delta"] | {"usage": event["usage"]}
         return message | {"content": [block.whole() for block in content]}
 
-    async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, chunks: ReadyChunks) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of the message. Raises RequestFailed if the completion failed."""
         blocks, ending, usage = _Blocks(self.id), {"stop_reason": None, "stop_sequence": None}, None
         async with aclosing(self.chat.events(chunks)) as events:
@@ -67,14 +67,15 @@ class MessagesWriter:
         yield {"type": "message_delta", "delta": ending, "usage": _usage(usage)}
         yield {"type": "message_stop"}
 
-    def frame(self, event: dict[str, Any]) -> list[bytes]:
-        """Return an event as a stream has it."""
-        return named_frame(event)
+    def before(self, event: dict[str, Any]) -> str:
+        """Return what comes before the JSON of an event."""
+        return event_name(event)
 
     def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
         """Yield what ends a stream. error: what failed after the first event."""
         if error is not None:
-            yield self.frame(anthropic_error_body(error))
+            event = anthropic_error_body(error)
+            yield json_blocks(event, self.before(event))
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         named = {"id": self.id, "type": "message", "role": "assistant", "model": self.chat.model, "content": content}

@@ -34,6 +34,11 @@ class LazyList(Sequence[Any], Generic[ItemT]):
         return list(map(self._make, self._items[at])) if isinstance(at, slice) else self._make(self._items[at])
 
 
+_LISTS = (list, LazyList)
+_HOLDERS = (dict, *_LISTS)
+_dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=list).encode
+
+
 def to_bytes(text: str) -> bytes:
     r"""Return text that holds JSON as UTF-8; half of a surrogate pair, of an echoed field, becomes JSON's escape \ud800."""
     return text.encode("utf-8", "backslashreplace")
@@ -42,17 +47,28 @@ def to_bytes(text: str) -> bytes:
 def num_values(value: object) -> int:
     """Estimate how many values JSON has; those of a list by its first entries."""
     if isinstance(value, dict):
-        return 1 + sum(map(num_values, value.values()))
-    if isinstance(value, list | LazyList):
+        inner = [each for each in value.values() if isinstance(each, _HOLDERS)]
+        return 1 + len(value) - len(inner) + sum(map(num_values, inner))
+    if isinstance(value, _LISTS):
         return 1 + len(value) * max(map(num_values, value[:4]), default=0)
     return 1
 
 
+async def encoded(value: dict[str, Any], before: str = "") -> list[bytes]:
+    """Return the blocks of `json_blocks`, made in a thread if the value is large."""
+    if num_values(value) > LARGE_NUM_VALUES:
+        return await asyncio.to_thread(json_blocks, value, before)
+    return [to_bytes(_joined(before, _dumps(value)))]
+
+
 def json_blocks(value: dict[str, Any], before: str = "") -> list[bytes]:
-    """Return JSON in one line as UTF-8, in blocks that are sent one by one. before: a text in front of it."""
-    blocks, parts, length = [], [before], 0
+    """Return JSON in one line as UTF-8, in blocks that are sent one by one.
+
+    before: a text in front of it; one that ends with a comma has begun the object.
+    """
+    blocks, parts, length = list[bytes](), list[str](), 0
     for piece in pieces(value):
-        parts.append(piece)
+        parts.append(piece if parts or blocks else _joined(before, piece))
         length += len(piece)
         if length >= _BLOCK_BYTES:
             blocks.append(to_bytes("".join(parts)))
@@ -78,10 +94,10 @@ def pieces(value: object) -> Iterator[str]:
         yield _dumps(value)
 
 
-def _dumps(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=list)
+def _joined(before: str, text: str) -> str:
+    return before + (text[1:] if before.endswith(",") else text)
 
 
-def named_frame(event: dict[str, Any]) -> list[bytes]:
-    """Return an event with its type as a stream names it."""
-    return json_blocks(event, f"event: {event['type']}\ndata: ")
+def event_name(event: dict[str, Any]) -> str:
+    """Return what comes before the JSON of an event in a stream that names it by its type."""
+    return f"event: {event['type']}\ndata: "

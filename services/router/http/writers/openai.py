@@ -8,20 +8,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Protocol
 
 from eyas.api.outputs import TextChunk
 from eyas.api.request import GenerationStats, TokenLogprob
 from eyas.errors import EyasError, RequestFailed
+from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from eyas.services.router.http.bodies.tools import message_delta, whole_message
 from eyas.services.router.http.errors import error_body, named_by
-from eyas.services.router.http.writers.json_blocks import json_blocks, num_values, run
+from eyas.services.router.http.writers.json_blocks import json_blocks, num_values, pieces, run
 from eyas.services.router.http.writers.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -96,11 +97,11 @@ class StreamWriter(Protocol):
     @property
     def id(self) -> str: ...
 
-    async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]: ...
+    async def response(self, chunks: ReadyChunks) -> dict[str, Any]: ...
 
-    def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]: ...
+    def events(self, chunks: ReadyChunks) -> AsyncGenerator[dict[str, Any], None]: ...
 
-    def frame(self, event: dict[str, Any]) -> list[bytes]: ...
+    def before(self, event: dict[str, Any]) -> str: ...
 
     def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]: ...
 
@@ -139,60 +140,63 @@ class ResponseWriter:
     _num_reserved_bytes: int = 0
     _stats: GenerationStats = field(default_factory=GenerationStats)
 
-    async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
+    async def response(self, chunks: ReadyChunks) -> dict[str, Any]:
         """Return the whole response. Raises RequestFailed if a completion failed, and what `hold` raises."""
         deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
         with named_by(self.body.name_of):
             async with aclosing(chunks):
                 self.reserve()
-                async for chunk in chunks:
-                    delta = await self._add(chunk)
-                    self._hold(delta)
-                    kept = deltas[delta.index]
-                    kept.append(delta)
-                    if len(kept) == _MAX_DELTAS:
-                        deltas[delta.index] = [_join(kept)]
+                async for ready in chunks:
+                    for chunk in ready:
+                        delta = await self._add(chunk)
+                        self._hold(delta)
+                        kept = deltas[delta.index]
+                        kept.append(delta)
+                        if len(kept) == _MAX_DELTAS:
+                            deltas[delta.index] = [_join(kept)]
         # in a thread: of many completions with log-probabilities it takes seconds
         return await asyncio.to_thread(self._response, [deltas[index] for index in sorted(deltas)])
 
     def _response(self, deltas: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
         joined = list(map(_join, deltas))
         choices = [self._choice(delta, self._content(delta)) for delta in joined]
-        return self._object("chat.completion", choices) | self._prompt_ids(joined) | self._usage()
+        return self._constants("chat.completion") | {"choices": choices} | self._prompt_ids(joined) | self._usage()
 
-    async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield an event for every chunk with visible content, then one with the usage if it is asked for.
+    async def events(self, chunks: ReadyChunks) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield an event for what each choice gets of the chunks that are ready, then the usage if it is asked for.
 
-        Raises RequestFailed if a completion failed, and what `hold` raises.
+        The events lack what is the same in all, see `before`. Raises RequestFailed if a completion failed, and what `hold`
+        raises.
         """
         with named_by(self.body.name_of):
             async with aclosing(chunks):
                 self.reserve()
-                async for chunk in chunks:
-                    delta = await self._add(chunk)
-                    if chunk.chunk.prompt_logprobs:
-                        self._hold(delta)
-                    if delta.is_empty:
-                        continue
-                    *contents, last = self._event_contents(delta)
-                    for content in contents:
-                        choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": None}
-                        yield self._object("chat.completion.chunk", [choice]) | self._usage_so_far()
-                    num_prompt_values = _VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs)
-                    choice = await run(num_prompt_values, self._choice, delta, last)
-                    event = self._object("chat.completion.chunk", [choice])
-                    yield event | self._prompt_ids([delta]) | self._usage_so_far()
+                async for ready in chunks:
+                    for group in self._groups(ready):
+                        delta = await self._joined(group)
+                        if delta.is_empty:
+                            continue
+                        *contents, last = self._event_contents(delta)
+                        for content in contents:
+                            choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": None}
+                            yield {"choices": [choice]} | self._usage_so_far()
+                        choice = await run(_num_prompt_values(group), self._choice, delta, last)
+                        yield {"choices": [choice]} | self._prompt_ids([delta]) | self._usage_so_far()
         if self.body.ends_with_usage:
-            yield self._object("chat.completion.chunk", []) | self._usage()
+            yield {"choices": []} | self._usage()
 
-    def frame(self, event: dict[str, Any]) -> list[bytes]:
-        """Return an event as a stream has it."""
-        return json_blocks(event, "data: ")
+    def before(self, event: dict[str, Any]) -> str:
+        """Return what comes before the JSON of an event: the beginning of its object, which all events share."""
+        return self._before_event
+
+    @cached_property
+    def _before_event(self) -> str:
+        return "data: " + "".join(pieces(self._constants("chat.completion.chunk")))[:-1] + ","
 
     def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
         """Yield what ends a stream. error: what failed after the first event."""
         if error is not None:
-            yield self.frame(error_body(error))
+            yield json_blocks(error_body(error), "data: ")
         yield [b"data: [DONE]"]
 
     def reserve(self) -> None:
@@ -207,8 +211,28 @@ class ResponseWriter:
         self._num_reserved_bytes -= num_reserved
         self.hold(delta.num_bytes - num_reserved)
 
+    def _groups(self, ready: Sequence[TextChunk]) -> Iterable[Sequence[TextChunk]]:
+        """Return the chunks that are joined to one event each: those of a choice, which came while the client was busy.
+
+        Log-probabilities of parsed text are not joined: the writers of other APIs count the tokens of reasoning before them.
+        """
+        if len(ready) == 1 or (self.new_parser is not None and self.body.wants_logprobs):
+            return [[chunk] for chunk in ready]
+        groups: defaultdict[int, list[TextChunk]] = defaultdict(list)
+        for chunk in ready:
+            groups[chunk.chunk.index].append(chunk)
+        return groups.values()
+
+    async def _joined(self, group: Sequence[TextChunk]) -> TextDelta:
+        """Return the delta of chunks of one choice."""
+        deltas = [await self._add(chunk) for chunk in group]
+        for chunk, delta in zip(group, deltas, strict=True):
+            if chunk.chunk.prompt_logprobs:
+                self._hold(delta)
+        return deltas[0] if len(deltas) == 1 else _join(deltas)
+
     async def _add(self, chunk: TextChunk) -> TextDelta:
-        return await run(_VALUES_PER_LOGPROB * len(chunk.chunk.prompt_logprobs), self._delta, chunk)
+        return await run(_num_prompt_values([chunk]), self._delta, chunk)
 
     def _delta(self, chunk: TextChunk) -> TextDelta:
         inner, index = chunk.chunk, chunk.chunk.index
@@ -287,9 +311,10 @@ class ResponseWriter:
     def _is_chat(self) -> bool:
         return isinstance(self.body, ChatBody)
 
-    def _object(self, chat_name: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _constants(self, chat_name: str) -> dict[str, Any]:
+        """Return the beginning of a response, and of each event."""
         name = chat_name if self._is_chat else "text_completion"
-        return {"id": self.id, "object": name, "created": self.created, "model": self.model, "choices": choices}
+        return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
     def _choice(self, delta: TextDelta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
@@ -365,6 +390,11 @@ class ResponseWriter:
         return {"usage": usage} | metrics
 
 
+def _num_prompt_values(chunks: Sequence[TextChunk]) -> int:
+    """Estimate how many values of JSON the log-probabilities of a prompt are."""
+    return _VALUES_PER_LOGPROB * sum(len(chunk.chunk.prompt_logprobs) for chunk in chunks)
+
+
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:
     messages = [message for delta in deltas for message in delta.messages or ()]
     return replace(
@@ -375,8 +405,7 @@ def _join(deltas: Sequence[TextDelta]) -> TextDelta:
         prompt_logprobs=tuple(entry for delta in deltas for entry in delta.prompt_logprobs),
         token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         stop_reason=deltas[-1].stop_reason,
-        messages=(joined(messages),) if deltas[0].messages is not None else None,
-        is_first=True,
+        messages=tuple(in_order(messages)) if deltas[0].messages is not None else None,
         verify_steps=tuple(step for delta in deltas for step in delta.verify_steps),
     )
 

@@ -7,11 +7,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from eyas.api.outputs import TextChunk
 from eyas.errors import EyasError
+from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.bodies.responses import ResponsesBody
 from eyas.services.router.http.errors import error_body
-from eyas.services.router.http.writers.json_blocks import named_frame, num_values
+from eyas.services.router.http.writers.json_blocks import event_name, json_blocks, num_values
 from eyas.services.router.http.writers.openai import ResponseWriter
 
 # Estimates of the memory of what is kept until the last event: of a chunk's text, and of a value of JSON.
@@ -34,7 +34,7 @@ class ResponsesWriter:
         """The id of the response."""
         return self.chat.id
 
-    async def response(self, chunks: AsyncGenerator[TextChunk, None]) -> dict[str, Any]:
+    async def response(self, chunks: ReadyChunks) -> dict[str, Any]:
         """Return the whole response. Raises RequestFailed if the completion failed."""
         response: dict[str, Any] = {}
         async with aclosing(self.events(chunks)) as events:
@@ -42,7 +42,7 @@ class ResponsesWriter:
                 response = event.get("response", response)
         return response
 
-    async def events(self, chunks: AsyncGenerator[TextChunk, None]) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, chunks: ReadyChunks) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the events of the response. Raises RequestFailed if the completion failed."""
         finish_reason, usage, has_started = "stop", None, False
         async with aclosing(self.chat.events(chunks)) as events:
@@ -64,16 +64,17 @@ class ResponsesWriter:
                 yield item_event
         yield self._event(f"response.{response['status']}", response=response)
 
-    def frame(self, event: dict[str, Any]) -> list[bytes]:
-        """Return an event as a stream has it."""
-        return named_frame(event)
+    def before(self, event: dict[str, Any]) -> str:
+        """Return what comes before the JSON of an event."""
+        return event_name(event)
 
     def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
         """Yield what ends a stream. error: what failed after the first event."""
         if error is not None:
             reason = error_body(error)["error"]
             failure = {"code": "server_error", "message": reason["message"]}
-            yield self.frame(self._event("response.failed", response=self._response("failed") | {"error": failure}))
+            event = self._event("response.failed", response=self._response("failed") | {"error": failure})
+            yield json_blocks(event, self.before(event))
 
     def _add(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
         """Take what a chunk adds; yield its events.

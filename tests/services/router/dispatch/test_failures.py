@@ -15,7 +15,7 @@ from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.local.cluster import free_port
-from eyas.services.router.dispatch.dispatcher import read_chunk
+from eyas.services.router.dispatch.dispatcher import TimeLimit, read_chunk
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.support.services.redis_server import running_redis
@@ -63,7 +63,8 @@ async def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
     upstream = Upstream()
 
     async def consume() -> None:
-        await read_chunk(upstream, asyncio.get_running_loop().time() + 60, 30)  # type: ignore[arg-type]
+        with TimeLimit(asyncio.get_running_loop().time() + 60, bool) as limit:
+            await read_chunk(upstream, limit, 30)  # type: ignore[arg-type]
         await asyncio.Event().wait()
 
     task = asyncio.create_task(consume())
@@ -75,6 +76,19 @@ async def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
     for _ in range(10):
         await asyncio.sleep(0)
     assert task.cancelled()
+
+
+async def test_a_call_ends_when_a_read_takes_too_long() -> None:
+    """The time between two reads, while a client is slow, does not count."""
+    has_ended = asyncio.Event()
+    with TimeLimit(asyncio.get_running_loop().time() + 60, has_ended.set) as limit:
+        with limit.reading(0.02):
+            pass
+        await asyncio.sleep(0.1)
+        assert not has_ended.is_set()
+        with limit.reading(0.02):
+            await has_ended.wait()
+    assert limit.has_ended
 
 
 async def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureFixture) -> None:
