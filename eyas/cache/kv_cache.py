@@ -32,16 +32,20 @@ CACHE_LINE = 64
 
 
 class KVShape(NamedTuple):
-    """Keys and values of a token in a layer. Heads of values may be narrower than those of keys."""
+    """Keys and values of a token in a layer. Heads of values may be narrower than those of keys.
+
+    is_latent: values are the first numbers of keys, and nothing is stored twice.
+    """
 
     num_heads: int
     key_width: int
     value_width: int
+    is_latent: bool = False
 
     @property
     def numbers(self) -> int:
         """Return the numbers of a token."""
-        return self.num_heads * (self.key_width + self.value_width)
+        return self.num_heads * (self.key_width + (0 if self.is_latent else self.value_width))
 
 
 class KVCache:
@@ -76,10 +80,14 @@ class KVCache:
         for layer, shape in enumerate(shapes):
             is_own = not sources or sources[layer] == layer
             for pools, width in ((self.keys, shape.key_width), (self.values, shape.value_width)):
+                if shape.is_latent and pools is self.values:
+                    pools.append(self.keys[layer][..., :width])
+                    continue
                 size = num_slots + 1, shape.num_heads, width
                 pools.append(new_pool(size, kv_dtype, device) if is_own else pools[sources[layer]])
         self.is_narrow = kv_dtype in KV_CACHE_DTYPES.values()
         self.scales = list(scales) if self.is_narrow and scales else [UNSCALED] * len(shapes)
+        self.scales = [KVScales(s.key, s.key) if own.is_latent else s for s, own in zip(self.scales, shapes, strict=True)]
         if sources:
             self.scales = [self.scales[source] for source in sources]
         self.features = new_pool((num_slots + 1, feature_width), dtype, device)

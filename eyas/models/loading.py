@@ -52,6 +52,7 @@ from eyas.models.generation_config import end_tokens
 from eyas.models.inputs import Segment
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
 from eyas.models.layers.fused import fuse_layers, unfuse_layers
+from eyas.models.layers.latent import use_latents
 from eyas.models.layers.numerics import pin_rotary, use_float32_head
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.parallel.shards import (
@@ -107,11 +108,12 @@ def load_target(
     names = stored_names(config, checkpoint, architecture.tensors)
     _check_shapes(architecture.tensors, config, checkpoint, names)
     ends = end_tokens(checkpoint.folder, config)
-    computed, to_bytes = getattr(torch, passes or dtype), dtype == INT8
+    computed = getattr(torch, passes or dtype)
+    to_bytes = dtype == INT8
     files = WeightFiles(checkpoint, computed if to_bytes else getattr(torch, dtype), device, names.own if names else None)
     model = _load_parts(config, files, computed, to_bytes, shard, [shape.num_heads for shape in shapes])
     if model is None:
-        model = _load_weights(config, checkpoint, computed, names)
+        model = use_latents(_load_weights(config, checkpoint, computed, names))
         if shard is not None:
             shard_model(model, shard, [shape.num_heads for shape in shapes])
     model.name_or_path = checkpoint.path
@@ -138,7 +140,7 @@ def target_of(model: Any) -> TargetModel:
     for module in shared.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    shared.set_attn_implementation(ATTENTION_NAME)
+    use_latents(shared).set_attn_implementation(ATTENTION_NAME)
     architecture = inspect_architecture(read_model_config(model.name_or_path))
     _help_layers(shared, architecture)
     target = TargetModel(shared, kv_shapes=architecture.kv_shapes)
@@ -342,7 +344,8 @@ def _load_parts(
     """
     if shard is None and files.device != "cpu":
         return None
-    make_model = partial(auto_class(config).from_config, config, dtype=passes, attn_implementation=ATTENTION_NAME)
+    make_whole = partial(auto_class(config).from_config, config, dtype=passes, attn_implementation=ATTENTION_NAME)
+    make_model = lambda: use_latents(make_whole())  # noqa: E731
     if shard is None:
         model = _load_packed(make_model, files, passes, to_bytes)
     elif (model := load_shard(make_model, files, torch.device(files.device), shard, kv_heads)) is None:

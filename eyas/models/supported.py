@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from eyas.cache.kv_cache import KVShape
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import explained
+from eyas.models.layers.latent import latent_projection, use_latents
 from eyas.models.layers.numerics import pin_rotary
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.text_part import architecture_class, auto_class, drop_padding, text_part
@@ -169,7 +170,7 @@ def trace_attention(config: Any) -> Trace:
 
     with torch.device("meta"), torch.inference_mode(), _WithoutValues():
         model = auto_class(bare).from_config(bare, attn_implementation=RECORDING_ATTENTION, dtype=torch.bfloat16).eval()
-        pin_rotary(model, 0)
+        pin_rotary(use_latents(model), 0)
         try:
             return Trace(run(model), model, needs_relay=False)
         except _UndeliveredError:
@@ -259,9 +260,11 @@ def _recording_attention(
     asked = arguments.get("is_causal")
     causal = bool(getattr(module, "is_causal", True) if asked is None else asked) and (mask is None or mask.is_causal)
     window = arguments.get("sliding_window")
-    shape = KVShape(key.shape[1], key.shape[-1], value.shape[-1])
+    latent = latent_projection(module)
+    width = value.shape[-1] if latent is None else latent.widths[1]
+    shape = KVShape(key.shape[1], key.shape[-1], value.shape[-1], latent is not None)
     calls.append(AttentionCall(int(layer), shape, given, causal, window, mask))
-    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
+    return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], width), None
 
 
 def _check_calls(name: str, calls: Sequence[AttentionCall]) -> None:

@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from eyas.cache.kv_cache import KVShape
 from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.layers.attention import register_attention
@@ -81,8 +82,8 @@ def test_cross_attention_layers_are_refused_by_number(tmp_path: Path) -> None:
 def test_shapes_are_measured_layer_by_layer() -> None:
     kind, settings = FAMILIES["gemma-4"]
     config = config_of(kind, **{**settings, "attention_k_eq_v": True})
-    assert measure_kv_shapes(config) == [(2, 8, 8), (1, 16, 16), (1, 16, 16)]
-    assert measure_kv_shapes(config_of("mistral", head_dim=None)) == [(2, 8, 8)] * 3
+    assert measure_kv_shapes(config) == [KVShape(2, 8, 8), KVShape(1, 16, 16), KVShape(1, 16, 16)]
+    assert measure_kv_shapes(config_of("mistral", head_dim=None)) == [KVShape(2, 8, 8)] * 3
 
 
 @pytest.mark.parametrize(("context", "length"), [(0, 80), (0, 200), (64, 60)])
@@ -113,7 +114,7 @@ def test_a_dynamic_table_does_not_move_with_the_longest_row(tmp_path: Path) -> N
 def test_heads_take_the_embedding_of_a_text_part(tmp_path: Path) -> None:
     folder = write_wrapped("gemma3", tmp_path)
     target = load_target(folder)
-    assert (target.vocab_size, target.max_model_len, target.kv_shapes) == (48, 256, [(2, 16, 16)] * 3)
+    assert (target.vocab_size, target.max_model_len, target.kv_shapes) == (48, 256, [KVShape(2, 16, 16)] * 3)
     head = load_head(str(write_head(tmp_path / "head")), folder)
     assert head.max_model_len == 256
     assert torch.equal(head.embedding, target.model.get_input_embeddings().weight)

@@ -14,6 +14,7 @@ from eyas.errors import CheckpointError
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
+from eyas.models.layers.latent import use_latents
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.loading import load_target, read_model_config
 from eyas.models.parallel.shards import Shard, shard_model
@@ -92,7 +93,8 @@ def test_chunks_trees_and_states_equal_transformers(kind: str, tmp_path: Path) -
 def reference_states(folder: str) -> Tensor:
     """The input of the second layer and the output of the decoder, side by side, as transformers computes them."""
     reference: Any = load_reference(folder)
-    decoder, states = reference.get_decoder(), list[Tensor]()
+    decoder = reference.get_decoder()
+    states = list[Tensor]()
     hook = decoder.layers[1].register_forward_pre_hook(lambda layer, args: states.append(args[0][0]))
     last = decoder(input_ids=torch.tensor([PREFIX])).last_hidden_state[0]
     hook.remove()
@@ -170,6 +172,7 @@ def rank_of(folder: str, rank: int) -> TargetModel:
     register_attention()
     config = read_model_config(folder)
     model: Any = auto_class(config).from_pretrained(folder, config=config, attn_implementation=ATTENTION_NAME)
+    use_latents(model)
     architecture, shard = inspect_architecture(config), Shard(rank, 2)
     set_windows(model, architecture.windows)
     if architecture.needs_relay:

@@ -106,7 +106,7 @@ class OpaqueLinear(nn.Linear):
 def test_layers_of_unknown_weights_are_fused_around_them(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 
-    def make_opaque(model: Any, _: torch.dtype) -> None:
+    def make_opaque(model: Any, *_: object) -> None:
         for name, module in model.named_modules():
             if name.endswith(layers):
                 module.__class__ = OpaqueLinear

@@ -68,6 +68,13 @@ def test_a_sink_that_is_left_out_shows_in_logits(kind: str, tmp_path: Path) -> N
     assert torch.equal(logits_of(target, target), right)
 
 
+def test_scores_are_computed_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_target(write("gpt_oss", tmp_path))
+    whole = logits_of(target, target)
+    monkeypatch.setattr("eyas.models.layers.attention.MOST_SCORES", 300)
+    torch.testing.assert_close(logits_of(target, target), whole, atol=1e-4, rtol=1e-4)
+
+
 def test_a_tree_has_the_bits_of_plain_decoding(tmp_path: Path) -> None:
     """In deterministic mode, whatever chunks the prompt came in."""
     target = load_target(write("granite_swa", tmp_path))

@@ -224,8 +224,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 NO_PLAN = "no tensor-parallel plan"
 NOT_OVER_RANKS = {
     "aria_text": "packed_rowwise", "biogpt": NO_PLAN, "bitnet": NO_PLAN, "ctrl": NO_PLAN,
-    "deepseek_v2": "mla_kv_a_proj", "gemma3n_text": "activation_sparsity", "glm4_moe_lite": "mla_kv_a_proj", "gpt2": NO_PLAN,
-    "gpt_bigcode": NO_PLAN, "longcat_flash": "mla_kv_a_proj", "minicpm3": "mla_kv_a_proj",
+    "gemma3n_text": "activation_sparsity", "gpt2": NO_PLAN,
+    "gpt_bigcode": NO_PLAN, "longcat_flash": "moe_identity_expert",
     "modernbert-decoder": NO_PLAN, "opt": NO_PLAN, "persimmon": NO_PLAN, "stablelm": NO_PLAN,
 }  # fmt: skip
 # Families whose hidden states a draft head cannot read.

@@ -71,7 +71,8 @@ def attend(
     )
     if is_whole:
         return out
-    block_s, block_d = triton.next_power_of_2(shape.num_results), _block_width(value_width)
+    block_s = triton.next_power_of_2(shape.num_results)
+    block_d = _block_width(value_width)
     _combine[(rows, num_heads)](
         partials, sums, sinks, out, rows, shape.num_results, NUM_HEADS=num_heads, WIDTH=value_width,
         HAS_SINKS=sinks is not None, BLOCK_S=block_s, BLOCK_D=block_d, num_warps=8 if block_s * block_d >= SPREAD else 4,

@@ -177,8 +177,10 @@ def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_k
 
 def why_no_kernel(target: TargetModel) -> str:
     """Return why the kernel cannot serve a target; empty if it can."""
+    if any(shape.is_latent for shape in target.kv_shapes):
+        return "it has latent attention, which the kernel does not know"
     num_heads = target.heads_per_kv * target.kv_shapes[0].num_heads
-    layouts = {(max(shape[1:]), num_heads // shape.num_heads) for shape in target.kv_shapes}
+    layouts = {(max(shape.key_width, shape.value_width), num_heads // shape.num_heads) for shape in target.kv_shapes}
     return next(filter(None, (why_no_kernel_for(*layout, target.dtype) for layout in sorted(layouts))), "")
 
 

@@ -7,7 +7,7 @@ H query heads, J key-value heads, D head width, S slots; B, Q, K as in eyas.mode
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ from eyas.cache.kv_cache import KVCache, load_rows
 from eyas.device.transfer import on_device_of
 from eyas.kernels.plain.layers import store_rows
 from eyas.models.inputs import PackedInputs, PaddedGroup
+from eyas.models.layers.latent import MOST_ABSORBED_ROWS, LatentProjection, latent_projection
 
 ATTENTION_NAME = "eyas"
+# Scores that are computed at a time where a softmax has sinks or a softcap.
+MOST_SCORES = 1 << 26
 
 # Attribute of an attention module whose window is in its mask, which we do not take; see `set_windows`.
 WINDOW = "window_of_mask"
@@ -87,11 +90,46 @@ def slot_attention(  # noqa: PLR0913  # the signature that transformers calls
     """
     layer: int = module.layer_idx  # type: ignore[assignment]
     scales = kv_cache.scales[layer]
+    latent = latent_projection(module)
     store_rows(kv_cache.keys[layer], packed.slots, key[0].transpose(0, 1), scales.key)
-    store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
-    window = getattr(module, WINDOW, sliding_window)
-    out = attend_layer(query[0].transpose(0, 1), kv_cache, layer, packed, scaling, window, softcap, s_aux)
+    rule = scaling, getattr(module, WINDOW, sliding_window), softcap, s_aux
+    rows = query[0].transpose(0, 1)
+    if latent is None:
+        store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
+        out = attend_layer(rows, kv_cache, layer, packed, *rule)
+    else:
+        out = _attend_latents(latent, rows, kv_cache, layer, packed, *rule)
     return out[None].contiguous(), None  # as transformers' own; layers view it, or would copy it themselves
+
+
+def _attend_latents(
+    latent: LatentProjection, query: Tensor, kv_cache: KVCache, layer: int, packed: PackedInputs, *rule: Any
+) -> Tensor:
+    """Return the attention of query [R, H, N + P] over the latents of a layer, [R, H, V]. Long segments expand the keys and
+    values of their heads.
+
+    rule: scaling, window, softcap and sinks, as `attend_layer` takes them.
+    """
+    scaling, window, softcap, sinks = rule
+    is_plain = packed.attend is None and packed.metadata is None and softcap is None and sinks is None
+    if not is_plain or all(group.shape[1] <= MOST_ABSORBED_ROWS for group in packed.groups):
+        return latent.values_of(attend_layer(latent.absorb(query), kv_cache, layer, packed, *rule))
+    keys, values, scale = kv_cache.keys[layer], kv_cache.values[layer], kv_cache.scales[layer].key
+
+    def attend_group(index: int, group: PaddedGroup, cells: Tensor) -> Tensor:
+        batch, num_cells = group.shape
+        if num_cells <= MOST_ABSORBED_ROWS:
+            bias = packed.bias(index, window, query.dtype, query.shape[1])
+            found = _attend_group(latent.absorb(cells), keys, values, group, bias, scaling * scale, None, None)
+            return latent.values_of(found if scale == 1 else found * scale)
+        latents = _gather(keys, group, query.dtype).view(batch, -1, keys.shape[2])
+        bias = packed.bias(index, window, query.dtype, 1)
+        segments = zip(torch.split(cells, num_cells), latents if scale == 1 else latents * scale, strict=True)
+        masks = [None] * batch if bias is None else bias
+        parts = [latent.attend_expanded(*each, mask, scaling) for each, mask in zip(segments, masks, strict=True)]
+        return parts[0] if batch == 1 else torch.cat(parts)
+
+    return _over_groups(query, packed, latent.widths[1], attend_group)
 
 
 def attend_layer(
@@ -132,7 +170,7 @@ def attend_slots(
         bias = packed.bias(0, window, query.dtype, num_heads // keys.shape[1])
         # [H, R, D] as J groups of (H / J) * R queries: grouped-query attention by plain batched attention.
         q = query.transpose(0, 1).reshape(1, keys.shape[1], -1, width)
-        k, v = (_gather(slots, group, query.dtype)[None].transpose(1, 2) for slots in (keys, values))
+        k, v = (rows[None].transpose(1, 2) for rows in _gather_both(keys, values, group, query.dtype))
         sinks = _sink_of_rows(sinks, keys.shape[1], num_rows)
         return masked_attention(q, k, v, bias, scaling, softcap, sinks).view(num_heads, num_rows, -1).transpose(0, 1)
     attend_rows = packed.attend or attend
@@ -162,13 +200,27 @@ def attend(
 
         with on_device_of(query):
             return kernel.attend(query, keys, values, packed, scaling, window, softcap, sinks)
-    out = query.new_empty(*query.shape[:2], values.shape[2])
-    for index, group in enumerate(packed.groups):
+
+    def attend_group(index: int, group: PaddedGroup, cells: Tensor) -> Tensor:
         bias = packed.bias(index, window, query.dtype, query.shape[1] // keys.shape[1])
-        attended = _attend_group(query, keys, values, group, bias, scaling, softcap, sinks)
+        return _attend_group(cells, keys, values, group, bias, scaling, softcap, sinks)
+
+    return _over_groups(query, packed, values.shape[2], attend_group)
+
+
+def _over_groups(
+    query: Tensor, packed: PackedInputs, width: int, attend_group: Callable[[int, PaddedGroup, Tensor], Tensor]
+) -> Tensor:
+    """Return what the groups of a pass attend to, [R, H, width].
+
+    attend_group: attends from the cells of a group, by its number, as [B * Q, H, width].
+    """
+    out = query.new_empty(*query.shape[:2], width)
+    for index, group in enumerate(packed.groups):
         if group.covers_pass:
-            return attended
+            return attend_group(index, group, query)
         rows = group.rows.flatten()
+        attended = attend_group(index, group, query.index_select(0, rows))
         # Cells of padding are dropped before the rest goes to its packed rows.
         if group.filled_cells is not None:
             attended, rows = attended.index_select(0, group.filled_cells), rows.index_select(0, group.filled_cells)
@@ -177,7 +229,7 @@ def attend(
 
 
 def _attend_group(
-    query: Tensor,
+    cells: Tensor,
     keys: Tensor,
     values: Tensor,
     group: PaddedGroup,
@@ -186,25 +238,31 @@ def _attend_group(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Return the attention of the group's cells, [B * Q, H, D]: heads that share keys and values are
+    """Return the attention of the group's cells [B * Q, H, D], in their shape: heads that share keys and values are
     folded into the rows.
     """
-    (batch, cells), (num_heads, width), num_kv = group.shape, query.shape[1:], keys.shape[1]
-    q = query if group.covers_pass else query.index_select(0, group.rows.flatten())
+    (batch, count), (num_heads, width), num_kv = group.shape, cells.shape[1:], keys.shape[1]
     # [B * Q, H, D] to [B, J, (H / J) * Q, D]: query heads that share keys and values become rows of one head.
-    q = q.view(batch, cells, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
-    k, v = (
-        _gather(slots, group, q.dtype).view(batch, -1, num_kv, slots.shape[2]).transpose(1, 2) for slots in (keys, values)
-    )
-    o = masked_attention(q, k, v, bias, scaling, softcap, _sink_of_rows(sinks, num_kv, cells))
+    q = cells.view(batch, count, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
+    k, v = (rows.view(batch, -1, *rows.shape[1:]).transpose(1, 2) for rows in _gather_both(keys, values, group, q.dtype))
+    o = masked_attention(q, k, v, bias, scaling, softcap, _sink_of_rows(sinks, num_kv, count))
     # And back: [B, J, (H / J) * Q, D] to [B * Q, H, D].
-    o = o.view(batch, num_kv, num_heads // num_kv, cells, -1).permute(0, 3, 1, 2, 4)
-    return o.reshape(batch * cells, num_heads, -1)
+    o = o.view(batch, num_kv, num_heads // num_kv, count, -1).permute(0, 3, 1, 2, 4)
+    return o.reshape(batch * count, num_heads, -1)
 
 
 def _sink_of_rows(sinks: Tensor | None, num_kv: int, cells: int) -> Tensor | None:
     """Return the sinks of query heads [H] for heads that are folded into the rows, [J, (H / J) * cells, 1]."""
     return None if sinks is None else sinks.float().repeat_interleave(cells).view(num_kv, -1, 1)
+
+
+def _gather_both(keys: Tensor, values: Tensor, group: PaddedGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return keys and values of the group's keys; once, if values are the first numbers of keys."""
+    found = _gather(keys, group, dtype)
+    width = values.shape[2]
+    if width < keys.shape[2] and values.data_ptr() == keys.data_ptr():
+        return found, found[..., :width]
+    return found, _gather(values, group, dtype)
 
 
 def _gather(slots: Tensor, group: PaddedGroup, dtype: torch.dtype) -> Tensor:
@@ -225,6 +283,11 @@ def masked_attention(
     """
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scaling)
+    most = max(1, MOST_SCORES // (q[..., 0, 0].numel() * k.shape[-2]))
+    if q.shape[-2] > most:  # no table of all scores
+        rows = [[None] * -(-q.shape[-2] // most) if x is None else torch.split(x, most, -2) for x in (q, bias, sinks)]
+        parts = zip(*rows, strict=True)
+        return torch.cat([masked_attention(each, k, v, own, scaling, softcap, sink) for each, own, sink in parts], -2)
     scores = (q @ k.transpose(-1, -2)).float()
     # cap * tanh(s * scaling / cap) is s * scaling for small scores, and never above the cap.
     scores = scores * scaling if softcap is None else softcap * torch.tanh(scores * (scaling / softcap))

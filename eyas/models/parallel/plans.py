@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from eyas.models.layers.latent import LatentProjection
+
 # By class, below the decoder. Experts of gpt-oss hold their weights transposed, gate_up [E, C, 2 I] and down [E, I, C].
 # Gates and ups take turns in gate_up: a contiguous part of it holds whole pairs, where halves would part them.
 OWN_PLANS: dict[str, dict[str, str]] = {
@@ -25,8 +27,19 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 }
 
 
+# Latent attention by heads, which some plans leave whole. Every rank has all latents.
+LATENT_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.q_b_proj": "colwise",
+    "layers.*.self_attn.kv_b_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+}
+
+
 def plan_of(model: Any) -> dict[str, str]:
     """Return the tensor-parallel plan of a causal LM; empty if there is none."""
     plan = dict(getattr(model, "tp_plan", None) or {})
     own = OWN_PLANS.get(type(model).__name__, {})
+    if plan and any(isinstance(module, LatentProjection) for module in model.modules()):
+        own = LATENT_PLAN
     return {f"{model.base_model_prefix}.{path}": style for path, style in own.items()} | plan

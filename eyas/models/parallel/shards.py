@@ -40,9 +40,11 @@ ROWS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
 PACKED = frozenset({"packed_colwise"})
 SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
 # Styles of our own plans: parts of the last dimension, and what the first rank adds for all.
-LAST, FIRST = frozenset({"last_dimension"}), frozenset({"first_rank"})
+LAST = frozenset({"last_dimension"})
+FIRST = frozenset({"first_rank"})
 WHOLE = frozenset({
     "replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params",
+    "mla_kv_a_proj",
 })  # fmt: skip
 
 # Quantised weights that are tensors which can be cut, scales included.
@@ -54,7 +56,7 @@ _PLAIN, _FILTERED, _LISTED = range(3)
 # Dimensions of the weight of a norm for each head.
 HEADS_AND_WIDTH = 2
 _KV_PROJECTIONS = ("k_proj", "v_proj")
-_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value")
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_b_proj")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from eyas.cache.kv_cache import KVShape
 from eyas.drafters.trees.rows import RowLayout, SlotLevels, SlotRows
 from eyas.kernels.arguments import UNSCALED, Draw
 from eyas.kernels.by_device import sampling_kernels
@@ -226,7 +227,7 @@ def test_wide_layers_of_gemma_4_are_fused() -> None:
         for n in (1, 2)
     ]
     targets = [weightless(config) for config in configs]
-    assert {shape for target in targets for shape in target.kv_shapes} == {(8, 256, 256), (2, 512, 512)}
+    assert {shape for target in targets for shape in target.kv_shapes} == {KVShape(8, 256, 256), KVShape(2, 512, 512)}
     assert not any(map(why_no_kernel, targets))
     two, four = (pass_of(target, 64) for target in targets)
     assert (four.num - two.num) / 2 <= 10, four.by_name - two.by_name

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from eyas.api.request import Request, SamplingParams
-from eyas.cache.kv_cache import KVCache
+from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
@@ -124,7 +124,7 @@ def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
 )
 def test_sharded_targets_equal_the_plain_loop(size: int, drafters: tuple[str, ...], target: str, head: str) -> None:
     with shared(size, target, head) as parts:
-        assert parts.model.kv_shapes == [(max(1, 2 // size), 4, 4)] * 4
+        assert parts.model.kv_shapes == [KVShape(max(1, 2 // size), 4, 4)] * 4
         assert (parts.model.shared_vocabulary is not None) == (size == 2)
         for drafter in drafters:
             assert_plain(target, requests(), run(engine_of(parts, target, head, drafter), requests()))
