@@ -260,6 +260,7 @@ class Process:
 
     def measure(self, case: Case, repeat: int, prompts: worker.Prompts) -> Measured:
         """Measure a case. Of decoding, the work for the prompts and the first tokens is measured first and taken off."""
+        self.decode(prompts, 1)  # the first time at these shapes costs more
         first_cpu_s, first_s = self.decode(prompts, 1)
         if case.kind == "prefill":
             return Measured(
