@@ -87,7 +87,8 @@ class TextDecoder:
         chunk = received.first(len(piece.texts))
         if chunk.index != self.index:
             chunk = replace(chunk, index=self.index)
-        text, stop_reason = piece.text, self._end_token(chunk)
+        text = piece.text
+        stop_reason = self._end_token(chunk)
         if piece.stopped:
             self.stopped, stop_reason = True, self.text.stop_string
             chunk = replace(chunk, finish_reason="stop")

@@ -182,7 +182,8 @@ def generate_call_from_proto(
 
 
 def text_chunk_to_proto(chunk: TextChunk) -> generation_pb2.GenerateChunk:
-    inner, finish = chunk.chunk, None
+    inner = chunk.chunk
+    finish = None
     if inner.finish_reason is not None:
         totals = chunk.totals or Totals(0, 0)
         stats = totals.stats and generation_pb2.Stats(**vars(totals.stats), acceptance_length=totals.stats.acceptance_length)
@@ -411,7 +412,8 @@ def refusal_from_proto(message: draft_pb2.Refusal) -> Refusal:
 
 
 def session_tree_to_proto(value: SessionTree) -> draft_pb2.Tree:
-    tree, sampled = value.tree, None
+    tree = value.tree
+    sampled = None
     if tree.sampled is not None:
         draft_probs = [
             draft_pb2.DraftProbs(parent=node, token_ids=draft.ids, probs=draft.probs)

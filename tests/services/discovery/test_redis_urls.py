@@ -22,7 +22,8 @@ LEASE = Lease("verifier", "127.0.0.1:1", "one", ModelInfo("demo", "f1", 4096, 20
 @contextmanager
 def running_sentinel(folder: Path, master: str) -> Iterator[int]:
     """A Sentinel that watches the master at host:port, under the name `main`; its port."""
-    port, file = free_port(), folder / "sentinel.conf"
+    port = free_port()
+    file = folder / "sentinel.conf"
     host, _, master_port = master.rpartition(":")
     file.write_text(f"port {port}\nbind 127.0.0.1\ndir {folder}\nsentinel monitor main {host} {master_port} 1\n")
     process = subprocess.Popen([executable, str(file), "--sentinel"], stdout=subprocess.DEVNULL)

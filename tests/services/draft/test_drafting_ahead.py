@@ -48,7 +48,8 @@ def test_a_draft_ahead_failure_loses_only_the_session() -> None:
                 raise error
             return False
 
-    drafter, replies = Failing(), list[DraftResponse]()
+    drafter = Failing()
+    replies = list[DraftResponse]()
     tokens = tuple(range(10, 20))
     with DraftWorker(drafter, INFO) as worker:
         stream = worker.open(lambda reply: replies.append(reply) if reply else None)

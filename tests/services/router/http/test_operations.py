@@ -292,7 +292,8 @@ async def test_the_command_sends_its_api_key() -> None:
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    body, more = b"", True
+    body = b""
+    more = True
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
