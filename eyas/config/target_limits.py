@@ -29,10 +29,10 @@ def check_target(source: str, engine: EngineConfig) -> None:
     config = read_json(file)
     check_values(config, file)
     check_quantization(engine.quantization, config, source)
-    config = text_settings(config)
-    if limit := config.get("max_position_embeddings"):
+    text = text_settings(config)
+    if limit := text.get("max_position_embeddings"):
         check_context(engine.max_model_len, limit, source)
-    check_ranks(engine.tensor_parallel_size, config)
+    check_ranks(engine.tensor_parallel_size, text)
 
 
 def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
