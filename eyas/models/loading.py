@@ -95,7 +95,7 @@ def load_target(
         passes: the dtype that passes compute in; empty takes that of the weights, see `pass_dtype`.
     """
     register_attention()
-    check_device(passes or dtype, device)
+    check_device(passes if dtype == INT8 else dtype, device)
     checkpoint = open_checkpoint(source)
     check_quantisation(checkpoint.config, checkpoint.path, device)
     config = read_model_config(checkpoint)
