@@ -149,8 +149,8 @@ class LimitsConfig:
     Attributes:
         max_request_bytes: maximum size of an HTTP body or gRPC message.
         max_request_values: maximum number of values in an HTTP body. Each token id of a prompt is one.
-        max_pending_bytes: bytes that all unfinished requests may hold together: bodies, and output until it is sent. An API
-            key, or an address without keys, may hold as much as it leaves free.
+        max_pending_bytes: bytes that all unfinished requests may hold together: bodies, and output that is kept to be
+            sent whole. An API key, or an address without keys, may hold as much as it leaves free.
         max_header_bytes: maximum size of a request's headers or metadata.
         max_connections: maximum number of connections to each server, TLS handshakes included.
         max_connections_per_peer: maximum number of connections to each server from one IPv4 address or IPv6 network of 64

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -51,7 +52,7 @@ class RouterServicer(GenerationServicer):
             converted = replace(generate_call_from_proto(request, defaults), trace=trace, arrived_at=arrived_at)
             call = await self._service.prepare(access.authorize(converted), access.caller(str(context.peer())))
         return access.meter(
-            self._service.stream([call], timeout_s=timeout_s, on_trailers=set_trailers),
+            partial(self._service.stream, [call], timeout_s=timeout_s, on_trailers=set_trailers),
             [call],
             self._service.record_rejection(received),
         )

@@ -169,20 +169,23 @@ class Access:
 
     def meter(
         self,
-        chunks: AsyncGenerator[list[TextChunk], None],
+        stream: Callable[..., AsyncGenerator[list[TextChunk], None]],
         calls: Iterable[GenerateCall],
         record_rejection: AbstractContextManager[None],
     ) -> AsyncGenerator[list[TextChunk], None]:
-        """Return the chunks of prepared calls within the key's quota; without a quota they are `chunks` itself.
+        """Return the chunks of prepared calls within the key's quota.
 
         The first raises what `Quota.reserve` does; `record_rejection` is entered around that.
+
+        Args:
+            stream: makes the chunks; with a quota it gets `count`, to call with the number of each chunk's tokens.
         """
-        return chunks if self.quota is None else self._counted(self.quota, chunks, calls, record_rejection)
+        return stream() if self.quota is None else self._counted(self.quota, stream, calls, record_rejection)
 
     async def _counted(
         self,
         quota: Quota,
-        chunks: AsyncGenerator[list[TextChunk], None],
+        stream: Callable[..., AsyncGenerator[list[TextChunk], None]],
         calls: Iterable[GenerateCall],
         record_rejection: AbstractContextManager[None],
     ) -> AsyncGenerator[list[TextChunk], None]:
@@ -193,9 +196,8 @@ class Access:
             with record_rejection:
                 num_completions = sum(request.sampling.n for request in requests)
                 count = stack.enter_context(quota.reserve(num_completions, num_prompt, num_output))
-            async with aclosing(chunks):
+            async with aclosing(stream(count=count)) as chunks:
                 async for ready in chunks:
-                    count(sum(len(chunk.chunk.token_ids) for chunk in ready))
                     yield ready
 
     @property

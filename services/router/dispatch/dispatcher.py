@@ -411,9 +411,9 @@ def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingReque
 
 
 class TimeLimit:
-    """The timer of a call: ends it at the deadline, and when a read takes too long. A context that it runs in.
+    """Timer that cancels a call at its deadline, or when a read takes too long. Use it as a context manager.
 
-    One timer serves all reads: it is moved when it fires, for a read takes far less time than its limit.
+    One timer serves all reads: it is set again only when it fires, because most reads end long before their limit.
 
     Args:
         deadline: by the clock of the running event loop.
@@ -422,7 +422,7 @@ class TimeLimit:
 
     def __init__(self, deadline: float, end: Callable[[], object]) -> None:
         self.deadline = deadline
-        self.has_ended = False
+        self.has_fired = False
         self._end = end
         self._loop = asyncio.get_running_loop()
         self._due = deadline
@@ -458,7 +458,7 @@ class TimeLimit:
         if self._loop.time() < self._due:
             self._restart()
         else:
-            self.has_ended = True
+            self.has_fired = True
             self._end()
 
 
@@ -480,9 +480,9 @@ async def read_chunk(stream: GenerateStream, limit: TimeLimit, stall_timeout_s: 
         task = asyncio.current_task()
         if task is not None and task.cancelling() > 0:
             raise
-        if limit.has_ended and limit.remaining_s <= 0:
+        if limit.has_fired and limit.remaining_s <= 0:
             raise TimeoutError from None
-        if limit.has_ended:
+        if limit.has_fired:
             raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from None
         raise WorkerLost("the verifier is stuck in one step") from None  # the pool ends the calls of such a one
     if isinstance(message, generation_pb2.GenerateChunk):

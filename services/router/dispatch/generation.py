@@ -29,13 +29,14 @@ MAX_CONCURRENT_COMPLETIONS = 128
 STOPPING = "the router is stopping; send the request again"
 
 
-# Chunks that may wait for a client whose socket is busy; its verifier keeps the others.
-MAX_READY = 64
+# How many chunks, and of how many bytes, the router holds for a busy client. The verifier keeps the rest.
+MAX_READY, MAX_READY_BYTES = 64, 2**18
 
 # All chunks that were ready when the reader came for them: one step's, or more of them while it sent the last ones.
 ReadyChunks: TypeAlias = AsyncGenerator[list[TextChunk], None]
-# Takes a chunk, when there is room.
-Put: TypeAlias = Callable[[TextChunk], Awaitable[None]]
+# Takes a chunk, when there is room; the second also an event, which is set once the reader is done with all before it.
+PutChunk: TypeAlias = Callable[[TextChunk], Awaitable[None]]
+Put: TypeAlias = Callable[[TextChunk | asyncio.Event], Awaitable[None]]
 Work: TypeAlias = Callable[[], Awaitable[None]]
 
 # Bad words as token ids, and the special tokens that stop strings hold.
@@ -171,6 +172,7 @@ class GenerationService:
         operation: str = "text_completion",
         timeout_s: float | None = None,
         on_trailers: TrailerCallback | None = None,
+        count: Callable[[int], None] = lambda _: None,
     ) -> ReadyChunks:
         """Return the chunks of all completions of a body's calls, as they come; closing it early cancels them.
 
@@ -179,6 +181,7 @@ class GenerationService:
             operation: "chat" or "text_completion", as in the GenAI conventions.
             timeout_s: the client's own limit for each call.
             on_trailers: see `RequestContext`.
+            count: gets the number of each chunk's tokens, read or not.
 
         Raises:
             TimedOut: at the earlier of the client's and the router's limit.
@@ -199,10 +202,13 @@ class GenerationService:
 
                     async def put_traced(chunk: TextChunk) -> None:
                         traced.add(chunk)
+                        count(len(chunk.chunk.token_ids))
                         await put(chunk)
 
                     works = self._completions(call, first, context, put_traced)
                     await (next(works)() if call.request.sampling.n == 1 else run_all(works, slots))
+                    await put(is_read := asyncio.Event())
+                    await is_read.wait()  # a client that leaves before counts as such
                 except TimeoutError as error:
                     raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
                 except asyncio.CancelledError:
@@ -217,7 +223,7 @@ class GenerationService:
 
         return ready_chunks(run_calls, self._has_ended)
 
-    def _completions(self, call: GenerateCall, first: int, context: RequestContext, put: Put) -> Iterator[Work]:
+    def _completions(self, call: GenerateCall, first: int, context: RequestContext, put: PutChunk) -> Iterator[Work]:
         """Yield the work of each completion of a call, which puts its chunks. first: number of the first."""
         tokenizer, request = self._tokenizers[call.model], call.request
         is_constrained = request.sampling.structured_outputs is not None
@@ -238,7 +244,7 @@ class GenerationService:
             decoder = TextDecoder(text, stop_token_ids, num_prompt, sampling.seed, index)
             yield partial(self._complete, replace(call, request=completion), context, decoder, put)
 
-    async def _complete(self, call: GenerateCall, context: RequestContext, decoder: TextDecoder, put: Put) -> None:
+    async def _complete(self, call: GenerateCall, context: RequestContext, decoder: TextDecoder, put: PutChunk) -> None:
         """Put the chunks of one completion with their text. A stop string ends it, for the verifier would go on."""
         async with aclosing(self._dispatcher.stream(call, context)) as chunks:
             async for received in chunks:
@@ -288,32 +294,55 @@ async def run_all(works: Iterable[Work], slots: asyncio.Semaphore) -> None:
         raise errors.exceptions[0] from None
 
 
+class _ReadyQueue:
+    """Queue of what waits for the reader, who takes all of it at once. Its last item is the error that ends it, or None."""
+
+    def __init__(self) -> None:
+        self._items = asyncio.Queue[TextChunk | asyncio.Event | Exception | None]()
+        self._num_bytes = 0
+        self._has_room = asyncio.Event()
+
+    async def put(self, item: TextChunk | asyncio.Event) -> None:
+        while self._items.qsize() >= MAX_READY or self._num_bytes >= MAX_READY_BYTES:
+            self._has_room.clear()
+            await self._has_room.wait()
+        self._num_bytes += item.chunk.num_bytes if isinstance(item, TextChunk) else 0
+        self._items.put_nowait(item)
+
+    def end(self, error: Exception | None = None) -> None:
+        self._items.put_nowait(error)
+
+    async def take(self) -> list[TextChunk | asyncio.Event | Exception | None]:
+        items = [await self._items.get()]
+        items += [self._items.get_nowait() for _ in range(self._items.qsize())]
+        self._num_bytes = 0
+        self._has_room.set()
+        return items
+
+
 async def ready_chunks(work: Callable[[Put], Awaitable[None]], has_ended: asyncio.Event) -> ReadyChunks:
     """Yield what a work puts, all that is ready at once. Closing it early, or an error of the work, ends the work.
 
     has_ended: set when the router stops, which ends it with Unavailable.
     """
-    queue: asyncio.Queue[TextChunk | Exception | None] = asyncio.Queue(MAX_READY)
-    is_read = True
+    queue = _ReadyQueue()
 
     async def run() -> None:
         try:
             await work(queue.put)
         except Exception as error:
-            if is_read:
-                await queue.put(error)
+            queue.end(error)
         else:
-            await queue.put(None)
+            queue.end()
 
     async def end() -> None:
         await has_ended.wait()
-        await queue.put(_stopping())
+        queue.end(_stopping())
 
     tasks = asyncio.create_task(run()), asyncio.create_task(end())
     try:
         while True:
-            items = [await queue.get()]
-            items += [queue.get_nowait() for _ in range(queue.qsize())]
+            items = await queue.take()
             if chunks := [item for item in items if isinstance(item, TextChunk)]:
                 yield chunks
             for item in items:
@@ -321,8 +350,9 @@ async def ready_chunks(work: Callable[[Put], Awaitable[None]], has_ended: asynci
                     return
                 if isinstance(item, Exception):
                     raise item
+                if isinstance(item, asyncio.Event):
+                    item.set()
     finally:
-        is_read = False
         # both at once: a second cancellation, which may come at any await, would leave the other running
         for task in tasks:
             task.cancel()

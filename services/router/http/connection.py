@@ -60,7 +60,8 @@ class HttpConnection(HttpToolsProtocol, asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""
         super().connection_made(transport)
-        # A stream notices at once that its client is busy, and joins its next events. With 0, TLS would never resume.
+        # Without TLS, a write that the socket does not take at once pauses the stream, so its next events are joined; with
+        # TLS that begins 64 KiB later. With 0, TLS would never resume.
         transport.set_write_buffer_limits(high=1, low=0)
         self._update_timer()
 

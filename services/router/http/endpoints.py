@@ -83,7 +83,7 @@ class GenerationEndpoints:
                     requested = await cancel_on_disconnect(request.receive, around)
             calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
             rejection = self.service.record_rejection(received)
-            chunks = request.state.access.meter(self.service.stream(calls), calls, rejection)
+            chunks = request.state.access.meter(partial(self.service.stream, calls), calls, rejection)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizer(info.name)
@@ -149,7 +149,7 @@ class GenerationEndpoints:
             requested = [await self._chat_call(body, info, request)]
             calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
             rejection = self.service.record_rejection(received, "chat")
-            chunks = request.state.access.meter(self.service.stream(calls, "chat"), calls, rejection)
+            chunks = request.state.access.meter(partial(self.service.stream, calls, "chat"), calls, rejection)
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser

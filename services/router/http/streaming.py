@@ -184,17 +184,19 @@ class EventStream(Response):
         """Send a comment whenever the stream has been silent for the interval, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
-            silence_s = clock() - self._sent_at
-            if silence_s >= self._keepalive_interval_s:
-                await self._send_frame(send, [WAITING_COMMENT])
-                silence_s = 0.0
-            await asyncio.sleep(self._keepalive_interval_s - silence_s)
+            await asyncio.sleep(self._sent_at + self._keepalive_interval_s - clock())
+            async with self._sending:  # an event may have taken long
+                if clock() - self._sent_at >= self._keepalive_interval_s:
+                    await self._write(send, [WAITING_COMMENT])
 
     async def _send_event(self, send: Send, event: dict[str, Any]) -> None:
         await self._send_frame(send, await encoded(event, self._writer.before(event)))
 
     async def _send_frame(self, send: Send, blocks: list[bytes]) -> None:
         async with self._sending:  # a comment would break an event in blocks
-            self._sent_at = asyncio.get_running_loop().time()
-            *before, last = blocks
-            await _send_blocks(send, [*before, last + b"\n\n"])
+            await self._write(send, blocks)
+
+    async def _write(self, send: Send, blocks: list[bytes]) -> None:
+        *before, last = blocks
+        await _send_blocks(send, [*before, last + b"\n\n"])
+        self._sent_at = asyncio.get_running_loop().time()

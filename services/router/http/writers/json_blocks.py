@@ -64,7 +64,7 @@ async def encoded(value: dict[str, Any], before: str = "") -> list[bytes]:
 def json_blocks(value: dict[str, Any], before: str = "") -> list[bytes]:
     """Return JSON in one line as UTF-8, in blocks that are sent one by one.
 
-    before: a text in front of it; one that ends with a comma has begun the object.
+    before: text to write first. If it ends with a comma, it already opens the object, and the value's brace is left out.
     """
     blocks, parts, length = list[bytes](), list[str](), 0
     for piece in pieces(value):

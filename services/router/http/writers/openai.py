@@ -1,4 +1,4 @@
-"""OpenAI's responses, made from the router's chunks: one JSON object, or one event of a stream for each chunk.
+"""OpenAI's responses, made from the router's chunks: one JSON object, or one event for each choice's chunks that are ready.
 
 To add a field to a choice, extend `ResponseWriter._choice`; to the usage, `ResponseWriter._usage`.
 """
@@ -35,7 +35,8 @@ from eyas.text.chat_message import ChatMessage, in_order, joined
 from eyas.text.chat_parser import ChatParser
 from eyas.text.tokenizer import Tokenizer
 
-_VALUES_PER_LOGPROB = 16
+# Values of JSON that a log-probability or a node of a draft tree is, and a likely token.
+_VALUES_PER_ENTRY, _VALUES_PER_TOP_LOGPROB = 16, 4
 # Estimates of memory until a response is sent: of a token, a value of JSON, a token with its log-probability, and a likely
 # token beside it. Measured with 20 of them: 126 to 160 bytes for each, 10 to 20 of gRPC's message not counted.
 _BYTES_PER_TOKEN, _BYTES_PER_VALUE, _BYTES_PER_LOGPROB, _BYTES_PER_TOP_LOGPROB = 64, 96, 450, 180
@@ -147,8 +148,7 @@ class ResponseWriter:
             async with aclosing(chunks):
                 self.reserve()
                 async for ready in chunks:
-                    for chunk in ready:
-                        delta = await self._add(chunk)
+                    for delta in await run(_num_values(ready), self._deltas, ready):
                         self._hold(delta)
                         kept = deltas[delta.index]
                         kept.append(delta)
@@ -173,14 +173,16 @@ class ResponseWriter:
                 self.reserve()
                 async for ready in chunks:
                     for group in self._groups(ready):
-                        delta = await self._joined(group)
+                        delta = await run(_num_values(group), self._joined, group)
+                        if any(chunk.chunk.prompt_logprobs for chunk in group):
+                            self._hold(delta)
                         if delta.is_empty:
                             continue
                         *contents, last = self._event_contents(delta)
                         for content in contents:
                             choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": None}
                             yield {"choices": [choice]} | self._usage_so_far()
-                        choice = await run(_num_prompt_values(group), self._choice, delta, last)
+                        choice = await run(_num_values(group), self._choice, delta, last)
                         yield {"choices": [choice]} | self._prompt_ids([delta]) | self._usage_so_far()
         if self.body.ends_with_usage:
             yield {"choices": []} | self._usage()
@@ -212,31 +214,29 @@ class ResponseWriter:
         self.hold(delta.num_bytes - num_reserved)
 
     def _groups(self, ready: Sequence[TextChunk]) -> Iterable[Sequence[TextChunk]]:
-        """Return the chunks that are joined to one event each: those of a choice, which came while the client was busy.
+        """Group ready chunks by choice; each group becomes one event. A failure comes last, after what all choices got.
 
         Log-probabilities of parsed text are not joined: the writers of other APIs count the tokens of reasoning before them.
         """
+        ordered = sorted(ready, key=_is_failure)
         if len(ready) == 1 or (self.new_parser is not None and self.body.wants_logprobs):
-            return [[chunk] for chunk in ready]
-        groups: defaultdict[int, list[TextChunk]] = defaultdict(list)
-        for chunk in ready:
-            groups[chunk.chunk.index].append(chunk)
+            return [[chunk] for chunk in ordered]
+        groups: defaultdict[tuple[int, bool], list[TextChunk]] = defaultdict(list)
+        for chunk in ordered:
+            groups[chunk.chunk.index, _is_failure(chunk)].append(chunk)
         return groups.values()
 
-    async def _joined(self, group: Sequence[TextChunk]) -> TextDelta:
+    def _joined(self, group: Sequence[TextChunk]) -> TextDelta:
         """Return the delta of chunks of one choice."""
-        deltas = [await self._add(chunk) for chunk in group]
-        for chunk, delta in zip(group, deltas, strict=True):
-            if chunk.chunk.prompt_logprobs:
-                self._hold(delta)
+        deltas = self._deltas(group)
         return deltas[0] if len(deltas) == 1 else _join(deltas)
 
-    async def _add(self, chunk: TextChunk) -> TextDelta:
-        return await run(_num_prompt_values([chunk]), self._delta, chunk)
+    def _deltas(self, chunks: Sequence[TextChunk]) -> list[TextDelta]:
+        return list(map(self._delta, chunks))
 
     def _delta(self, chunk: TextChunk) -> TextDelta:
         inner, index = chunk.chunk, chunk.chunk.index
-        if inner.finish_reason in ("error", "cancelled"):
+        if _is_failure(chunk):
             raise RequestFailed(inner.message or "the verifier ended the request before it was done")
         self._count(chunk)
         is_first = index not in self._visible
@@ -390,9 +390,20 @@ class ResponseWriter:
         return {"usage": usage} | metrics
 
 
-def _num_prompt_values(chunks: Sequence[TextChunk]) -> int:
-    """Estimate how many values of JSON the log-probabilities of a prompt are."""
-    return _VALUES_PER_LOGPROB * sum(len(chunk.chunk.prompt_logprobs) for chunk in chunks)
+def _is_failure(chunk: TextChunk) -> bool:
+    return chunk.chunk.finish_reason in ("error", "cancelled")
+
+
+def _num_values(chunks: Sequence[TextChunk]) -> int:
+    """Estimate how many values of JSON the log-probabilities and draft trees of chunks are."""
+    num = 0
+    for inner in (chunk.chunk for chunk in chunks):
+        for entries in (inner.prompt_logprobs, inner.logprobs):  # a prompt's first has no likely tokens
+            num_top = len(entries[-1].top_ids) if entries else 0
+            num += (_VALUES_PER_ENTRY + _VALUES_PER_TOP_LOGPROB * num_top) * len(entries)
+        if inner.verify_step and inner.verify_step.details:
+            num += _VALUES_PER_ENTRY * len(inner.verify_step.details.tokens)
+    return num
 
 
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:

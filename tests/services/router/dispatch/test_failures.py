@@ -8,6 +8,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import RegistryConfig, RetryConfig, ServerConfig
+from eyas.errors import Unavailable, WorkerLost
 from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import Load
@@ -88,7 +89,26 @@ async def test_a_call_ends_when_a_read_takes_too_long() -> None:
         assert not has_ended.is_set()
         with limit.reading(0.02):
             await has_ended.wait()
-    assert limit.has_ended
+    assert limit.has_fired
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "stall_timeout_s", "error"),
+    [(0.02, 60.0, TimeoutError), (60.0, 0.02, Unavailable), (60.0, 60.0, WorkerLost)],
+    ids=["deadline", "stall", "pool"],
+)
+async def test_a_cancelled_read_says_who_ended_it(deadline_s: float, stall_timeout_s: float, error: type[Exception]) -> None:
+    message = asyncio.get_running_loop().create_future()
+
+    class Upstream:
+        async def read(self) -> None:
+            if error is WorkerLost:  # the pool ends the calls of a stuck verifier
+                message.cancel()
+            await message
+
+    with TimeLimit(asyncio.get_running_loop().time() + deadline_s, message.cancel) as limit, pytest.raises(error) as raised:
+        await read_chunk(Upstream(), limit, stall_timeout_s)  # type: ignore[arg-type]
+    assert raised.type is error
 
 
 async def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,19 +2,24 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 
 from eyas.api.outputs import TextChunk, TextDecoder
-from eyas.api.request import Chunk, TokenLogprob, VerifyStep
+from eyas.api.request import Chunk, FinishReason, TokenLogprob, VerifyStep, VerifyStepDetails
 from eyas.errors import Unavailable
 from eyas.services.router.dispatch.generation import Put, ready_chunks
+from eyas.services.router.http.bodies.anthropic import MessagesBody
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
-from eyas.services.router.http.streaming import EventStream
+from eyas.services.router.http.bodies.responses import ResponsesBody
+from eyas.services.router.http.streaming import WAITING_COMMENT, EventStream
 from eyas.services.router.http.tool_constraints import ChatOutput
-from eyas.services.router.http.writers.openai import ResponseWriter
+from eyas.services.router.http.writers.anthropic import MessagesWriter
+from eyas.services.router.http.writers.openai import ResponseWriter, StreamWriter
+from eyas.services.router.http.writers.responses import ResponsesWriter
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.tokenizer import TextStream
 from tests.support.services.http_router import TOKENIZER
@@ -22,6 +27,9 @@ from tests.support.services.http_router import TOKENIZER
 TOKENS = (300, 500, 700, 900, 1100, 1300, 1500, 1700)
 PROMPT = (5, 6, 7)
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "x"}], "stream": True}
+COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "x", "stream": True}
+MESSAGES = MessagesBody(**CHAT, max_tokens=8)
+RESPONSES = ResponsesBody.model_validate({"model": "demo", "input": "x", "stream": True})
 SHOWN: dict[str, Any] = {"logprobs": True, "return_token_ids": True, "return_verify_steps": True}
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
 
@@ -46,9 +54,9 @@ class Client:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The events so far, without the one with the usage."""
+        """The events so far, without those of the usage and of an error."""
         lines = (line.removeprefix("data: ") for line in self.data.decode().splitlines() if line.startswith("data: {"))
-        return [event for event in map(json.loads, lines) if event["choices"]]
+        return [event for event in map(json.loads, lines) if event.get("choices")]
 
 
 async def sent(
@@ -56,10 +64,17 @@ async def sent(
     indices: Sequence[int] = (0,),
     is_busy: bool = False,
     new_parser: Any = None,
+    failing: Sequence[int] = (),
+    write: Callable[[ResponseWriter], StreamWriter] = lambda chat: chat,
 ) -> Client:
-    """Send a token of each completion at a time to a client, which may be busy from the first event to the last token."""
+    """Send a token of each completion at a time to a client, which may be busy from the first event to the last token.
+
+    Args:
+        failing: choices that an error ends in place of the last token.
+        write: turns the writer of a chat into that of an API.
+    """
     client = Client()
-    writer = ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT], new_parser=new_parser)
+    writer = write(ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT], new_parser=new_parser))
     decoders = {index: TextDecoder(TextStream(TOKENIZER), (), len(PROMPT), 0, index) for index in indices}
 
     async def work(put: Put) -> None:
@@ -67,9 +82,11 @@ async def sent(
             if number == 1 and is_busy:
                 await client.is_waited_for.wait()
             for index in indices:
-                reason = "length" if token == TOKENS[-1] else None
+                reason: FinishReason | None = "length" if token == TOKENS[-1] else None
                 logprobs = (TokenLogprob(token, -0.5),) if body.wants_logprobs else ()
                 chunk = Chunk("r", (token,), (False,), VerifyStep(0, 0, 0), reason, logprobs=logprobs)
+                if reason and index in failing:
+                    chunk = Chunk("r", finish_reason="error", message="a step failed")
                 await put(decoders[index].add(chunk))
             while not is_busy and len(client.events) < len(indices) * (number + 1):
                 await asyncio.sleep(0)
@@ -118,6 +135,97 @@ async def test_steps_of_several_choices_are_joined_by_choice() -> None:
     assert len(slow.events) <= 4
     for index in (0, 1):
         assert joined(slow.events, index)["text"] == TOKENIZER.decode(TOKENS)
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+async def test_steps_before_an_error_are_sent(is_busy: bool) -> None:
+    client = await sent(ChatBody(**CHAT, **SHOWN), is_busy=is_busy, failing=(0,))
+    assert joined(client.events)["token_ids"] == list(TOKENS[:-1])
+    assert "a step failed" in client.data.decode().splitlines()[-4]
+
+
+async def test_an_error_of_one_choice_loses_no_step_of_another() -> None:
+    body = ChatBody(**CHAT, **SHOWN, n=2, temperature=1.0)
+    client = await sent(body, indices=(0, 1), is_busy=True, failing=(0,))
+    assert joined(client.events, 0)["token_ids"] == list(TOKENS[:-1])
+    assert joined(client.events, 1)["token_ids"] == list(TOKENS)
+    assert "a step failed" in client.data.decode()
+
+
+@pytest.mark.parametrize(
+    ("body", "writer", "delta"),
+    [
+        (MESSAGES, MessagesWriter, "content_block_delta"),
+        (RESPONSES, partial(ResponsesWriter, RESPONSES), "response.output_text.delta"),
+    ],
+    ids=["messages", "responses"],
+)
+async def test_steps_are_joined_in_other_apis(body: MessagesBody | ResponsesBody, writer: Any, delta: str) -> None:
+    client = await sent(body.chat(), is_busy=True, write=writer)
+    lines = (line.removeprefix("data: ") for line in client.data.decode().splitlines() if line.startswith("data: {"))
+    deltas = [event["delta"] for event in map(json.loads, lines) if event["type"] == delta]
+    texts = [each if isinstance(each, str) else each["text"] for each in deltas]
+    assert len(texts) == 2
+    assert "".join(texts) == TOKENIZER.decode(TOKENS)
+
+
+async def test_steps_of_a_tool_call_are_joined() -> None:
+    body = ChatBody.model_validate(CHAT | {"tools": [{"type": "function", "function": {"name": "add"}}]})
+    tokens = TOKENIZER.encode('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
+    parser = ChatOutput(body, "demo", ChatFormat(tool_call_parser="hermes"), TOKENIZER, PROMPT).new_parser
+    writer = ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT], new_parser=parser)
+    [event] = [event async for event in writer.events(steps(*(Chunk("r", (token,), (False,)) for token in tokens)))]
+    [call] = event["choices"][0]["delta"]["tool_calls"]
+    assert call["function"]["name"] == "add"
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
+async def steps(*chunks: Chunk) -> AsyncGenerator[list[TextChunk], None]:
+    """Yield chunks that are all ready at once."""
+    decoder = TextDecoder(TextStream(TOKENIZER), (), len(PROMPT), 0, 0)
+    yield list(map(decoder.add, chunks))
+
+
+@pytest.mark.parametrize("body", [ChatBody(**CHAT, return_verify_steps=True), CompletionBody(**COMPLETION, logprobs=20)])
+async def test_large_joined_events_let_others_run(body: ChatBody | CompletionBody) -> None:
+    """A thread makes them, so that the event loop has turns for other clients."""
+    details = VerifyStepDetails(TOKENS, (0,) * len(TOKENS), (0.0,) * len(TOKENS), method="eagle3")
+    logprobs = (TokenLogprob(300, -0.5, tuple(range(300, 320)), (-1.0,) * 20),) if body.wants_logprobs else ()
+    large = Chunk("r", (300,), (False,), VerifyStep(0, 0, 0, details=details), logprobs=logprobs)
+    events = ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT]).events(steps(*[large] * 64))
+    num_turns = 0
+
+    async def take_turns() -> None:
+        nonlocal num_turns
+        while True:
+            num_turns += 1
+            await asyncio.sleep(0)
+
+    other = asyncio.create_task(take_turns())
+    assert len((await anext(events))["choices"]) == 1
+    other.cancel()
+    await events.aclose()
+    assert num_turns > 0
+
+
+async def test_no_comment_follows_an_event_that_took_long() -> None:
+    client = Client()
+    writer = ResponseWriter(ChatBody(**CHAT), "cmpl-1", "demo", TOKENIZER, [PROMPT])
+
+    async def send(message: Any) -> None:
+        if b"choices" in message.get("body", b""):
+            await asyncio.sleep(0.5)
+        await client.send(message)
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        async for event in writer.events(steps(Chunk("r", (300,), (False,)))):
+            yield event
+        for _ in range(5):  # the next step takes a moment
+            await asyncio.sleep(0)
+
+    await EventStream(writer, None, events(), {}, 0.2)({}, client.receive, send)
+    assert len(client.events) == 1
+    assert WAITING_COMMENT not in client.data
 
 
 async def test_all_events_have_the_same_head() -> None:
