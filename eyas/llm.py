@@ -34,6 +34,7 @@ from eyas.engine.engine import Engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest
 from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement
 from eyas.models.generation_config import sampling_defaults
+from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.parallel.workers import RankInfo
 from eyas.progress import progress
 from eyas.text.chat_template import ChatTemplate, load_template, special_tokens
@@ -135,7 +136,9 @@ class LLM:
         drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)
         head = DraftHead(drafts.draft_model, drafts.method, checkpoint, engine.tensor_parallel_size == 1)
         shape = drafts.tree or TreeConfig()
-        fuser = head.build_fuser(checkpoint, passes, device)
+        fuser: FeatureFuser | None = None
+        with head.falling_back():
+            fuser = head.build_fuser(checkpoint, passes, device)
         with progress(waits=True) as shown, ExitStack() as undo:
             shown.show(f"loading {model}")
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)

@@ -81,7 +81,7 @@ def raise_no_memory(*arguments: object) -> None:
 
 
 @pytest.mark.parametrize("how", get_args(HeadValidation))
-@pytest.mark.parametrize("problem", ["damaged", "no memory"])
+@pytest.mark.parametrize("problem", ["damaged", "wrong wiring", "no memory"])
 def test_a_default_that_cannot_be_used_stops_no_start(
     problem: str, how: HeadValidation, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,12 +91,17 @@ def test_a_default_that_cannot_be_used_stops_no_start(
         tensors = load_file(Path(folder, "model.safetensors"))
         del tensors[DEEPSEEK[1]]
         save_file(tensors, Path(folder, "model.safetensors"))
+        reason = DEEPSEEK[1]
+    elif problem == "wrong wiring":
+        config = json.loads(Path(folder, "config.json").read_text())
+        Path(folder, "config.json").write_text(json.dumps({**config, "eyas": {"output": "nothing"}}))
+        reason = "eyas"
     else:
         monkeypatch.setattr(mtp, "MtpHead", raise_no_memory)
+        reason = "no memory is left"
     assert drafts_of(LLM(folder, validate_head=how)) == (plain, 0)
-    reason = DEEPSEEK[1] if problem == "damaged" else "no memory is left"
     assert re.search(f"decoding without drafts, .*{re.escape(reason)}.*set method to none", caplog.text)
-    with pytest.raises(CheckpointError if problem == "damaged" else OutOfMemory, match=re.escape(reason)):
+    with pytest.raises(OutOfMemory if problem == "no memory" else CheckpointError, match=re.escape(reason)):
         LLM(folder, method="mtp", validate_head=how)
 
 

@@ -97,8 +97,14 @@ def test_only_files_with_the_module_and_the_vocabulary_are_read(tmp_path: Path, 
 
 def test_several_modules_read_the_vocabulary_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_mtp(tmp_path / "three", "glm4_moe", count=3)
-    reads, read = list[str](), Checkpoint.tensor
-    monkeypatch.setattr(Checkpoint, "tensor", lambda self, names: reads.append(names[0]) or read(self, names))
+    reads = list[tuple[str, ...]]()
+    read = Checkpoint.tensor
+
+    def counted(checkpoint: Checkpoint, names: tuple[str, ...]) -> torch.Tensor:
+        reads.append(names)
+        return read(checkpoint, names)
+
+    monkeypatch.setattr(Checkpoint, "tensor", counted)
     assert load_mtp_head(folder, folder).num_modules == 3
     assert len(reads) == 2
 
