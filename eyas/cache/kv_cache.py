@@ -43,6 +43,11 @@ class KVShape(NamedTuple):
     is_latent: bool = False
 
     @property
+    def width(self) -> int:
+        """Return the larger width of a head."""
+        return max(self.key_width, self.value_width)
+
+    @property
     def numbers(self) -> int:
         """Return the numbers of a token."""
         return self.num_heads * (self.key_width + (0 if self.is_latent else self.value_width))

@@ -54,20 +54,21 @@ def head(
         shown.show("importing torch")
         from eyas.device.placement import use_threads
         from eyas.drafters.draft_head import DraftHead
-        from eyas.models.checkpoint import resolve_placement
+        from eyas.models.checkpoint import pass_dtype, resolve_placement
         from eyas.models.loading import load_target
 
         device, dtype = resolve_placement(device, dtype, model)
-        use_threads(threads, (device, dtype))
+        passes = pass_dtype(model, dtype, device, EngineConfig())
+        use_threads(threads, (device, passes))
         head = DraftHead(draft_model, method, model, has_default=True)
         method = head.method
         checked = draft_model or model
         shown.show(f"loading {model}")
         report = None
         if head.drafts:
-            target = load_target(model, dtype, device)
+            target = load_target(model, dtype, device, passes=passes)
             shown.show("trying the wirings of the head")
-            report = head.validate(target, model, dtype, device)
+            report = head.validate(target, model, passes, device)
     if report is None:
         raise ConfigError(
             f"method {method!r} has no head to check; take an EAGLE or block method, or a model with an MTP module"

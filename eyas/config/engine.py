@@ -9,9 +9,9 @@ from eyas.config.checks import WHITESPACE_PATTERN_RULE, at_least, is_whitespace_
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AcceptanceRule = Literal["match", "rejection"]
-# "never", because YAML reads "off" as false.
 # The quantization that rounds plain weights as they are loaded.
 INT8 = "int8"
+# "never", because YAML reads "off" as false.
 HeadValidation = Literal["auto", "never"]
 DraftBudgetPolicy = Literal["auto", "fixed", "adaptive"]
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"]

@@ -15,7 +15,7 @@ from typing import Any
 
 from eyas.config.drafting import MTP, NO_DRAFTS
 from eyas.config.file_values import get_setting, read_json
-from eyas.config.target_limits import quantisation
+from eyas.config.target_limits import quantisation, text_settings
 
 log = logging.getLogger(__name__)
 
@@ -126,12 +126,7 @@ def find_modules(names: Collection[str], num_layers: int) -> MtpModules | None:
 
 def num_layers_of(config: Mapping[str, Any], source: object) -> int:
     """Return the layers of a target's text model. config: its config.json. Raises CheckpointError for what is no number."""
-    return get_setting(int, _text(config), "num_hidden_layers", source, 0)
-
-
-def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = config.get("text_config")
-    return {**config, **text} if isinstance(text, dict) else config
+    return get_setting(int, text_settings(config), "num_hidden_layers", source, 0)
 
 
 def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
@@ -149,7 +144,7 @@ def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
     config = read_json(file)
     names = _tensor_names(find_file)
     found = find_modules(names, num_layers_of(config, file)) if names else None
-    stated = next((count for key in COUNTS if (count := _text(config).get(key))), 0)
+    stated = next((count for key in COUNTS if (count := text_settings(config).get(key))), 0)
     if found is None:
         if stated and names:
             log.info("%s: its config announces %s modules for multi-token prediction, but its files hold none. Quantised "

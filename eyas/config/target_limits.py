@@ -29,11 +29,22 @@ def check_target(source: str, engine: EngineConfig) -> None:
     config = read_json(file)
     check_values(config, file)
     check_quantization(engine.quantization, config, source)
-    text = config.get("text_config")
-    config = {**config, **text} if isinstance(text, dict) else config
-    if limit := config.get("max_position_embeddings"):
+    text = text_settings(config)
+    if limit := text.get("max_position_embeddings"):
         check_context(engine.max_model_len, limit, source)
-    check_ranks(engine.tensor_parallel_size, config)
+    check_ranks(engine.tensor_parallel_size, text)
+
+
+def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of a target's language model, which the config.json of a multimodal checkpoint nests."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Return whether a target routes rows to experts. config: its config.json."""
+    text = text_settings(config)
+    return any(text.get(name) for name in EXPERT_COUNTS)
 
 
 def quantisation(config: Any) -> str:
@@ -54,13 +65,10 @@ def check_quantization(asked: str, config: Mapping[str, Any], source: str) -> No
     """Raise ConfigError for weights that are not quantised as `engine.quantization` says; empty takes any."""
     found = quantisation(config)
     if asked == INT8:
-        text = config.get("text_config")
-        sizes = {**config, **text} if isinstance(text, dict) else config
-        has_experts = any(sizes.get(name) for name in EXPERT_COUNTS)
-        if found or has_experts:
+        if found or has_experts(config):
             reason = f"are quantised by {found} already" if found else "are partly of experts"
             raise ConfigError(
-                f"quantization is 'int8', which rounds plain weights, but those of {source!r} {reason}; leave it out"
+                f"quantization is 'int8', which rounds plain weights, but the ones of {source!r} {reason}; leave it out"
             )
     elif asked and asked != found:
         raise ConfigError(

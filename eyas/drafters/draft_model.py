@@ -85,10 +85,13 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         super().__init__(config, tree, None, torch.arange(model.vocab_size, device=model.device), sessions)
         self._model = model
         self._chunk_tokens = draft_model.max_prefill_tokens
-        num_heads, head_dim = model.heads_per_kv * model.kv_shapes[0].num_heads, max(s.key_width for s in model.kv_shapes)
+        num_heads = model.heads_per_kv * model.kv_shapes[0].num_heads
+        head_dim = max(shape.width for shape in model.kv_shapes)
         sizes = HeadSizes(num_heads, min(shape.num_heads for shape in model.kv_shapes), head_dim)
         widths, batch = [tree.top_k] * (tree.num_steps - 1), config.cuda_graph_max_batch
-        slots = plan_tree_slots(sizes, model.dtype, model.device, model.max_model_len, widths, batch, capture)
+        slots = None
+        if not any(shape.is_latent for shape in model.kv_shapes):  # no kernel attends to latents
+            slots = plan_tree_slots(sizes, model.dtype, model.device, model.max_model_len, widths, batch, capture)
         slots = slots and replace(slots, first=None, spare=self._kv.scratch)
         self._use_slots(slots, capture, model.vocab_size, torch.float32)
         self._backend: ForwardBackend = model

@@ -83,10 +83,10 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         shapes = head.kv_shapes
         dtype, device = head.dtype, head.draft_ids.device
         self._head, self._dtype = head, dtype
-        sizes = HeadSizes(head.num_heads, shapes[0].num_heads, shapes[0].key_width)
+        sizes = HeadSizes(head.num_heads, shapes[0].num_heads, shapes[0].width)
         plan = partial(plan_tree_slots, sizes, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
         slots = None
-        if head.num_modules == 1:
+        if head.num_modules == 1 and not shapes[0].is_latent:  # no kernel attends to latents
             slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
         compiled = None if slots or static_tree or config.emulated_device else head.compiled
         rows_of_tree = tree.top_k * (tree.num_steps - 1)

@@ -29,7 +29,7 @@ from eyas.config import Dtype, EngineConfig
 from eyas.config.engine import INT8
 from eyas.config.file_values import check_source, check_values, read_json, shown
 from eyas.config.gguf_files import local_folder
-from eyas.config.target_limits import EXPERT_COUNTS, check_context, quantisation
+from eyas.config.target_limits import check_context, has_experts, quantisation, text_settings
 from eyas.device.placement import DTYPES
 from eyas.device.processor import multiplies_halves
 from eyas.errors import CheckpointError, EyasError
@@ -143,8 +143,7 @@ class Checkpoint:
     @property
     def text_config(self) -> Mapping[str, Any]:
         """The config of a target's language model, which multimodal checkpoints nest."""
-        nested = self.config.get("text_config")
-        return {**self.config, **nested} if isinstance(nested, dict) else self.config
+        return text_settings(self.config)
 
     @property
     def head_config(self) -> Mapping[str, Any]:
@@ -287,7 +286,9 @@ def check_layers(names: Iterable[str], config: Any, source: object) -> None:
         config: transformers'. Towers for images and sound have names of their own, and are not looked at.
     """
     text = config.get_text_config()
-    num_layers: int = getattr(text, "num_layers", text.num_hidden_layers)  # LongCat counts two attentions of a layer as two
+    num_layers = int(text.num_hidden_layers)
+    if text.model_type == "longcat_flash":  # counts the two attentions of a layer as two
+        num_layers = int(text.num_layers)
     num_mtp_layers: int = getattr(text, "num_nextn_predict_layers", None) or 0
     found = [(int(match[1]), match[2]) for name in names if (match := TEXT_LAYER.fullmatch(name))]
     extra = {layer for layer, rest in found if rest.startswith(MTP_TENSORS)}
@@ -606,14 +607,15 @@ def pass_dtype(target: CheckpointSource, dtype: str, device: str, engine: Engine
 
     On a CPU that is float32 for `engine.quantization` INT8, for deterministic mode, and where the processor has no
     instructions for a half precision: kernels read the weights in as many bytes, and a row does not depend on the other rows
-    (docs/decisions/0050-half-weights.md). Experts are no weights that kernels read, so a model with experts computes in the
-    dtype of its weights, as ranks do.
+    (docs/decisions/0050-half-weights.md). Experts and quantised weights are none that kernels read, so models with these
+    compute in the dtype of their weights, as ranks do.
     """
     if dtype == "float32" or device.partition(":")[0] != "cpu" or engine.tensor_parallel_size > 1:
         return dtype
     if engine.quantization == INT8:
         return "float32"
-    if any(open_checkpoint(target).text_config.get(name) for name in EXPERT_COUNTS):
+    config = open_checkpoint(target).config
+    if has_experts(config) or quantisation(config):
         return dtype
     return "float32" if engine.deterministic or not multiplies_halves(dtype) else dtype
 

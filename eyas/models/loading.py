@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +95,7 @@ def load_target(
         passes: the dtype that passes compute in; empty takes that of the weights, see `pass_dtype`.
     """
     register_attention()
-    check_device(passes or dtype, device)
+    check_device(passes if dtype == INT8 else dtype, device)
     checkpoint = open_checkpoint(source)
     check_quantisation(checkpoint.config, checkpoint.path, device)
     config = read_model_config(checkpoint)
@@ -113,7 +112,12 @@ def load_target(
     files = WeightFiles(checkpoint, computed if to_bytes else getattr(torch, dtype), device, names.own if names else None)
     model = _load_parts(config, files, computed, to_bytes, shard, [shape.num_heads for shape in shapes])
     if model is None:
-        model = use_latents(_load_weights(config, checkpoint, computed, names))
+        model = _load_weights(config, checkpoint, files.dtype, names)
+        if computed != files.dtype:
+            optimize_for_cpu(model, computed)
+            copy_stored_weights(model, computed)
+        # a GPU alone may multiply by quantised weights, whose projections of latents become plain
+        model = use_latents(model if shard else model.to(torch.device(device)))
         if shard is not None:
             shard_model(model, shard, [shape.num_heads for shape in shapes])
     model.name_or_path = checkpoint.path
@@ -347,8 +351,10 @@ def _load_parts(
     """
     if shard is None and files.device != "cpu":
         return None
-    make_whole = partial(auto_class(config).from_config, config, dtype=passes, attn_implementation=ATTENTION_NAME)
-    make_model = lambda: use_latents(make_whole())  # noqa: E731
+
+    def make_model() -> Any:
+        return use_latents(auto_class(config).from_config(config, dtype=passes, attn_implementation=ATTENTION_NAME))
+
     if shard is None:
         model = _load_packed(make_model, files, passes, to_bytes)
     elif (model := load_shard(make_model, files, torch.device(files.device), shard, kv_heads)) is None:

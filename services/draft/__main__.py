@@ -9,13 +9,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cache
 
-from eyas.config import DraftConfig
+from eyas.config import DraftConfig, EngineConfig
 from eyas.config.file_values import get_setting
 from eyas.device.placement import use_threads
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import RequestFailed
-from eyas.models.checkpoint import Checkpoint, resolve_placement, target_fingerprint
+from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement, target_fingerprint
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.discovery.redis_registry import lease_registry
@@ -46,9 +46,13 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
     target_of, info_of = cache(Checkpoint), cache(read_target)
     heads = [DraftHead(model.draft_model, model.method, target_of(model.model)) for model in config.models]
     placements = [resolve_placement(model.device, model.dtype, target_of(model.model)) for model in config.models]
-    use_threads(config.threads, *placements)
-    for model, head, (device, dtype) in zip(config.models, heads, placements, strict=True):
-        target = target_of(model.model)
+    targets = [target_of(model.model) for model in config.models]
+    passes = [
+        (device, pass_dtype(target, dtype, device, EngineConfig()))
+        for target, (device, dtype) in zip(targets, placements, strict=True)
+    ]
+    use_threads(config.threads, *passes)
+    for model, head, target, (device, dtype) in zip(config.models, heads, targets, passes, strict=True):
         drafter = head.build_drafter(target, dtype, device, model.tree, model.drafting, model.methods, has_idle_time=True)
         drafters.append((drafter, describe(model.served_model_name, head, drafter, info_of(target))))
     with telemetry(config.telemetry, "draft") as own:

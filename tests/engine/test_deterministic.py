@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -154,9 +155,16 @@ def test_bfloat16_weights_are_rounded_once(tmp_path: Path) -> None:
     rounded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     rounded.save_pretrained(tmp_path / "rounded")
     wide = load_target(str(tmp_path / "rounded"), "float32")
+    whole = tmp_path / "whole"  # files that are not read in parts
+    whole.mkdir()
+    (whole / "config.json").write_bytes((Path(folder) / "config.json").read_bytes())
+    torch.save(load_file(Path(folder) / "model.safetensors"), whole / "pytorch_model.bin")
+    unparted = load_target(str(whole), "bfloat16", passes="float32")
     slots = np.random.default_rng(1).permutation(400)
-    assert torch.equal(*(prefill(runner_of(each), PROMPT, slots, ()) for each in (narrow, wide)))
-    assert sizes_of(narrow.model) == sizes_of(wide.model)
+    expected = prefill(runner_of(wide), PROMPT, slots, ())
+    for each in (narrow, unparted):
+        assert torch.equal(prefill(runner_of(each), PROMPT, slots, ()), expected)
+        assert sum(sizes_of(each.model)) == sum(sizes_of(wide.model))
     assert sum(sizes_of(narrow.model)) < 0.6 * sum(sizes_of(load_target(folder, "float32").model))
 
 

@@ -57,6 +57,8 @@ class Wire(asyncio.Transport):
 
     def resume_reading(self) -> None: ...
 
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None: ...
+
 
 async def answer(scope: Any, receive: Any, send: Any) -> None:
     while (await receive()).get("more_body"):

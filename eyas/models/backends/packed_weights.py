@@ -102,7 +102,7 @@ def pack_weights(
         to_bytes: see `optimize_for_cpu`.
     """
     backend = torch.backends.mkl if is_intel() else torch.backends.mkldnn
-    if not backend.is_available():
+    if not to_bytes and not backend.is_available():
         return
     embeddings = {id(module.weight): module for module in model.modules() if _has_embedding(module)}
     layers = list((within or model).modules())

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.errors import CheckpointError
+
 # Segments of more rows expand keys and values of their heads, which takes fewer operations than wide products do.
 MOST_ABSORBED_ROWS = 128
 # Numbers of expanded keys at a time; their heads are attended one group after another.
@@ -66,11 +68,19 @@ def use_latents(model: nn.Module) -> Any:
     """Let every latent attention of a model give its latents to the attention function, as one key-value head. Returns the
     model.
 
-    transformers expands latents in a method of the module, which is replaced.
+    transformers expands latents in a method of the module, which is replaced. Raises CheckpointError for a projection whose
+    weight cannot be read.
     """
     for module in model.modules():
         projection: Any = getattr(module, PROJECTION, None)
-        if callable(getattr(module, "expand_kv", None)) and isinstance(projection, nn.Linear):
+        if projection is None or isinstance(projection, LatentProjection):
+            continue
+        if callable(getattr(module, "expand_kv", None)):
+            if not isinstance(projection, nn.Linear):
+                raise CheckpointError(
+                    f"{PROJECTION} of latent attention is a {type(projection).__name__}, whose weight Eyas cannot read; "
+                    "take a checkpoint whose attention is not quantised, or quantised by fp8 or torchao"
+                )
             own: Any = module
             weight = _plain_weight(projection, own.kv_a_layernorm.weight)
             setattr(module, PROJECTION, LatentProjection(weight, own.qk_nope_head_dim, own.v_head_dim))
