@@ -34,6 +34,7 @@ from eyas.engine.engine import Engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest
 from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement
 from eyas.models.generation_config import sampling_defaults
+from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.parallel.workers import RankInfo
 from eyas.progress import progress
 from eyas.text.chat_template import ChatTemplate, load_template, special_tokens
@@ -97,7 +98,7 @@ class LLM:
         arguments: vLLM's arguments, such as max_num_seqs, and the settings of EngineConfig, which change `engine`.
 
     Raises:
-        CheckpointError: weights do not load or fit, or a head guesses no better than chance.
+        CheckpointError: weights do not load or fit, or a head of another folder guesses no better than chance.
         ConfigError: the method is unknown, its head is missing, torch has no such device, or an argument is unknown.
     """
 
@@ -133,19 +134,25 @@ class LLM:
         use_threads(threads, (device, passes))
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
         drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)
-        head = DraftHead(drafts.draft_model, drafts.method, checkpoint, has_default=True)
+        head = DraftHead(drafts.draft_model, drafts.method, checkpoint, engine.tensor_parallel_size == 1)
         shape = drafts.tree or TreeConfig()
-        fuser = head.build_fuser(checkpoint, passes, device)
+        fuser: FeatureFuser | None = None
+        with head.falling_back():
+            fuser = head.build_fuser(checkpoint, passes, device)
         with progress(waits=True) as shown, ExitStack() as undo:
             shown.show(f"loading {model}")
             ranks = gather_ranks(RankInfo(0, engine.tensor_parallel_size, device), model, dtype, engine.max_model_len)
             undo.callback(ranks.close)
             target = load_model(checkpoint, fuser, dtype, device, engine, ranks)
             wiring, drafter = None, None
-            if fuser is not None and validate_head == "auto" and ranks.size == 1:
-                wiring = head.resolve_wiring(target, fuser, checkpoint, passes, device)
-            if head.drafts:
-                drafter = head.build_drafter(checkpoint, passes, device, shape, drafting, drafts.methods, wiring)
+            with head.falling_back():
+                if fuser is not None and validate_head == "auto" and ranks.size == 1:
+                    wiring = head.resolve_wiring(target, fuser, checkpoint, passes, device)
+                if head.drafts:
+                    drafter = head.build_drafter(checkpoint, passes, device, shape, drafting, drafts.methods, wiring)
+            if not head.drafts:
+                fuser = None
+                target.set_aux_hidden_state_layers(())
             levels = head.resolve_tree(shape)
             self.llm_engine: Engine = assemble_engine(target, fuser, engine, levels, drafter, ranks)
             undo.pop_all()

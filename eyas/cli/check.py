@@ -64,9 +64,11 @@ def head(
         method = head.method
         checked = draft_model or model
         shown.show(f"loading {model}")
-        target = load_target(model, dtype, device, passes=passes)
-        shown.show("trying the wirings of the head")
-        report = head.validate(target, model, passes, device)
+        report = None
+        if head.drafts:
+            target = load_target(model, dtype, device, passes=passes)
+            shown.show("trying the wirings of the head")
+            report = head.validate(target, model, passes, device)
     if report is None:
         raise ConfigError(
             f"method {method!r} has no head to check; take an EAGLE or block method, or a model with an MTP module"

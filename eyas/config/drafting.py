@@ -93,7 +93,8 @@ class TreeConfig:
     Attributes:
         num_draft_tokens: maximum number of tree nodes, with the root.
         num_steps: maximum number of levels below the root. 0 takes all tokens that a one-pass head proposes, as many as
-            there are nodes for lookups, and 5 for other methods. Of two methods together the head keeps its own default.
+            there are nodes for lookups, 3 for `mtp` or one for each of more modules, and 5 for other methods. Of two methods
+            together the head keeps its own default.
         top_k: number of nodes that each level expands, and of children per node.
     """
 

@@ -36,7 +36,6 @@ class MtpLayout:
         projection, embedding_norm, hidden_norm: of its inputs.
         final_norms: of the norm before the output head, which has one of these names; the last may be the target's own.
         counts_on: whether modules are numbered on from the target's layers instead of from 0.
-        hidden_first: whether the projection reads the hidden state before the embedding.
         copies: prefixes of copies of tensors that the target has; they are not read.
     """
 
@@ -46,12 +45,11 @@ class MtpLayout:
     hidden_norm: str
     final_norms: tuple[str, ...]
     counts_on: bool = False
-    hidden_first: bool = False
     copies: tuple[str, ...] = ()
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Names that are not of the decoder layer, even if they begin as its names do."""
+        """Return the names that are not of the decoder layer, even if they begin as its names do."""
         return self.projection, self.embedding_norm, self.hidden_norm, *self.final_norms, *self.copies
 
 
@@ -111,7 +109,7 @@ class MtpModules:
 
 
 def find_modules(names: Collection[str], num_layers: int) -> MtpModules | None:
-    """Return the modules that tensors of these names make, behind a target with this number of layers; None without one."""
+    """Return the modules that tensors of these names make, after a target with this number of layers; None without one."""
     for layout in LAYOUTS:
         first = num_layers if layout.counts_on else 0
         tail = f"{layout.projection.format(n=first)}.weight"
@@ -149,8 +147,8 @@ def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
     stated = next((count for key in COUNTS if (count := text_settings(config).get(key))), 0)
     if found is None:
         if stated and names:
-            log.info("%s: its config announces %s modules for multi-token prediction, but its files hold none, as those of "
-                     "quantised copies often do; it is served without drafts", source, stated)  # fmt: skip
+            log.info("%s: its config announces %s modules for multi-token prediction, but its files hold none. Quantised "
+                     "copies often leave them out; it is served without drafts", source, stated)  # fmt: skip
         return NO_DRAFTS
     if kind := quantisation(config):
         log.info("%s: it has modules for multi-token prediction, and weights quantised by %s; to draft with plain modules, "
@@ -163,7 +161,7 @@ def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
 def _tensor_names(find_file: Callable[[str], Path | None]) -> Collection[str]:
     """Return the names of a checkpoint's tensors, from its index or the header of its only file.
 
-    None for other formats, and for a damaged file: its loader says more.
+    Empty for other formats, and for a damaged file: its loader says more.
     """
     if (index := find_file(INDEX_FILE)) is not None:
         found = read_json(index).get("weight_map")

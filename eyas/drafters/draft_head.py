@@ -16,7 +16,7 @@ from eyas.device.memory import explain_out_of_memory
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.lookup.datastore import HEADER as DATASTORE_HEADER
 from eyas.drafters.registry import DEFAULT_NUM_STEPS, DrafterParts, Method, find_method, with_levels
-from eyas.errors import CheckpointError
+from eyas.errors import CheckpointError, OutOfMemory
 from eyas.models.checkpoint import EMBEDDING_NAMES, WIRING_KEY, Checkpoint, CheckpointSource, explained, open_checkpoint
 from eyas.models.heads.block_config import find_kind
 from eyas.models.heads.eagle_config import HeadWiring, find_eagle_kind
@@ -39,7 +39,7 @@ class DraftHead:
 
     Attributes:
         path: Folder, hub id or file; empty for methods that load nothing, and for modules in the target's own checkpoint.
-        is_default: Whether the target's own module drafts if it has one, because nothing was named.
+        is_default: True if the target's own module drafts where it has one, because nothing was named.
 
     Args:
         target: whose own modules `mtp` reads, if `path` is empty.
@@ -56,9 +56,16 @@ class DraftHead:
         self._named = method
 
     @cached_property
+    def _is_own_module(self) -> bool:
+        return self._target is not None and not self.path and MTP in self.method.split("+")
+
+    @cached_property
     def _checkpoint(self) -> Checkpoint:
-        reads_target = not self.path and MTP in self.method.split("+")
-        return self._target if reads_target and self._target is not None else self._own
+        return self._target if self._target is not None and self._is_own_module else self._own
+
+    @property
+    def _remedy(self) -> str:
+        return f"{FOR_DRAFTER}, or set method to none" if self._is_own_module else FOR_DRAFTER
 
     @cached_property
     def method(self) -> str:
@@ -74,6 +81,21 @@ class DraftHead:
             reason = f"{self.path} does not show which drafting method it is for"
             raise CheckpointError(f"{reason}; name the method, one of {', '.join(METHOD_FACTS)}")
         return self.detected
+
+    @contextmanager
+    def falling_back(self) -> Iterator[None]:
+        """Set `method` to NO_DRAFTS, with a warning, if the block cannot use the default module.
+
+        Heads that were named raise their CheckpointError and OutOfMemory.
+        """
+        try:
+            yield
+        except (CheckpointError, OutOfMemory) as error:
+            if not self.is_default:
+                raise
+            log.warning("decoding without drafts, because the target's own module for multi-token prediction cannot be "
+                        "used: %s. To leave it out, set method to none; to insist on it, to mtp", error)  # fmt: skip
+            self.method = NO_DRAFTS
 
     @property
     def drafts(self) -> bool:
@@ -125,7 +147,7 @@ class DraftHead:
         target, methods = open_checkpoint(target), methods or MethodsConfig()
         parts = DrafterParts(target, self._checkpoint, dtype, device, tree, drafting, methods, wiring, has_idle_time)
         report_phase("loading")
-        with explain_out_of_memory(f"no memory for the drafter {name}", device, FOR_DRAFTER):
+        with explain_out_of_memory(f"no memory for the drafter {name}", device, self._remedy):
             with self._loading() as method:
                 check_quantization(name, drafting.quantization)
                 drafter = method.build(parts if "+" in name else with_levels(method, parts))
@@ -171,25 +193,33 @@ class DraftHead:
         """Find the wiring in which the head works, log it, and set it on target and fuser; drafters must take it too.
 
         A wiring that `eyas train` or `eyas check head --write` recorded stays, also of a head that has learnt little so
-        far. Returns None for a method without a head that has wirings. Raises CheckpointError for another head that works
-        in none, unless it is the default.
+        far. Returns None for a method without a head that has wirings. A target's own module that works in none sets
+        `method` to NO_DRAFTS if it is the default, and else is served; another head raises CheckpointError. Raises
+        OutOfMemory when the device has too little.
         """
         report_phase("checking")
-        report = self.validate(model, target, dtype, device)
+        with explain_out_of_memory(f"no memory to check the head of {self.method}", device, self._remedy):
+            report = self.validate(model, target, dtype, device)
         if report is None:
             return None
-        if WIRING_KEY in self._checkpoint.config:
+        is_recorded = WIRING_KEY in self._checkpoint.config
+        if is_recorded:
             report = replace(report, scores=report.scores[:1])
-        elif not self.is_default:
+        elif not self._is_own_module:
             report.require(self._checkpoint.path)
+        if report.failed and self.is_default:
+            log.warning("%s: no more than chance, so that drafts would save no time; decoding without them. To draft all "
+                        "the same, set method to mtp", report)  # fmt: skip
+            self.method = NO_DRAFTS
+            return None
         if report.failed:
             log.warning(
                 "%s: no more than chance, so that drafts cost time and save none. %s; --validate-head never leaves this "
                 "check out",
                 report,
-                "To decode without drafts, set method to none"
-                if self.is_default
-                else "The head is served, for its config records its wiring",
+                "The head is served, for its config records its wiring"
+                if is_recorded and not self._is_own_module
+                else "To decode without drafts, set method to none",
             )
         elif report.config_is_right:
             log.info("%s", report)

@@ -90,7 +90,10 @@ class MtpDrafter(EagleDrafter):
         for session, *own in zip(owners, *lasts, strict=True):
             session.state = torch.cat(own)
         ready = [session.state for context, session in zip(contexts, owners, strict=True) if self._has_state(context)]
-        return torch.stack([state for state in ready if state is not None]) if ready else features.new_empty(0, 0)
+        if not ready:
+            size = self._modules.num_modules * self._modules.config.hidden
+            return torch.empty(0, size, dtype=self._dtype, device=self.draft_ids.device)
+        return torch.stack([state for state in ready if state is not None])
 
     def _inputs_of(self, module: int, session: KVSession[Tensor], outputs: Tensor, count: int) -> Tensor:
         """Return the states that new rows of a module read, of what the module before it gave for its own new rows."""

@@ -209,6 +209,10 @@ def _mtp_fuser(head: Checkpoint, target: Checkpoint, dtype: str, device: str) ->
     return FeatureFuser(hidden, stated_wiring(head).aux_hidden_state_layers)
 
 
+def _mtp_fingerprint(head: Checkpoint) -> str:
+    return f"{MTP} {stated_wiring(head).aux_hidden_state_layers}"
+
+
 def _final_fuser(head: Checkpoint, target: Checkpoint, dtype: str, device: str) -> FeatureFuser:
     return FeatureFuser(get_setting(int, target.text_config, "hidden_size", target.config_file))
 
@@ -254,7 +258,7 @@ _BUILDERS: Mapping[str, Method] = {
     ),
     MTP: Method(
         _build_mtp,
-        features=TargetFeatures(_mtp_fuser, fingerprint=lambda head: MTP),
+        features=TargetFeatures(_mtp_fuser, _mtp_fingerprint),
         validate=validate_mtp_head,
         num_steps=_mtp_num_steps,
     ),

@@ -264,7 +264,10 @@ def _culprit(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], obje
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Let transformers log errors only inside the block: what it reports of weights, errors of Eyas say in a line."""
+    """Let transformers log errors only inside the block: what it reports of weights, errors of Eyas say in a line.
+
+    Outside a terminal its progress bars stay off after the block.
+    """
     from transformers.utils import logging as verbosity
 
     if not sys.stderr.isatty():
@@ -405,7 +408,7 @@ def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names
 
 
 def _warn_of_unused(names: Iterable[str], source: object, config: Any) -> None:
-    """Log the tensors of these names, but for tables and those of modules for multi-token prediction."""
+    """Log the tensors of these names, except tables and the tensors of modules for multi-token prediction."""
     left = [name for name in names if not TABLE.search(name)]
     modules = find_modules(left, int(config.get_text_config().num_hidden_layers))
     if unused := sorted(name for name in left if not (modules and modules.owns(name))):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -26,13 +26,14 @@ from eyas.config.checks import MAX_PORT
 from eyas.config.drafting import NO_DRAFTS
 from eyas.config.file_values import check_source
 from eyas.config.gguf_files import local_folder
-from eyas.config.mtp_layouts import default_method
+from eyas.config.mtp_layouts import WEIGHTS_FILE, default_method
 from eyas.device.host import PHASE_PREFIX, num_cores
 from eyas.errors import ConfigError, EyasError
 from eyas.progress import Progress
 from eyas.services.lifecycle import SERVING_PREFIX
 from eyas.services.local.cluster import Cluster, ServiceSettings, assign, free_port, is_free, running_cluster
 from eyas.services.local.demo import ROOT, demo_services, ignore_kills, kill_drafter_on_signal, warm_up, with_kills
+from eyas.text.tokenizer import fetch_file
 
 HTTP_PORT = 8000
 GRPC_PORT = 50050
@@ -191,9 +192,12 @@ def plan(
         settings: later ones win.
     """
     name, *aliases = names or [model]
-    method = method or ("" if draft_model else _default_method(model))
     shared = {"served_model_name": name, "model": model, "draft_model": draft_model, "method": method}
-    worker = tuple(_assignment(key, value) for key, value in shared.items())
+    config = _load_verifier(ServiceSettings("verifier", assignments=_assignments(shared)), settings)
+    if not (config.method or config.draft_model):
+        has_default = config.engine.tensor_parallel_size == 1 and not _names_head(settings)
+        shared["method"] = _default_method(model) if has_default else NO_DRAFTS
+    worker = _assignments(shared)
     served = {"name": name, "tokenizer": model, "aliases": aliases}
     services = [
         ServiceSettings("verifier", assignments=worker),
@@ -210,13 +214,26 @@ def plan(
     return _with_settings(services, [each for each in settings if each.service in started or not each.is_option])
 
 
+def _assignments(values: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(_assignment(key, value) for key, value in values.items())
+
+
+def _names_head(settings: Sequence[Setting]) -> bool:
+    """Return whether a setting of the draft service names a method or a draft model."""
+    return not {each.text.partition("=")[0] for each in settings}.isdisjoint({"draft.method", "draft.draft_model"})
+
+
 def _default_method(model: str) -> str:
-    """Return the method of `default_method` for a folder, or for a hub id as far as its files are on this machine."""
-    folder = local_folder(model)
+    """Return the method of `default_method`. Weights without an index count if they are on this machine.
+
+    Raises CheckpointError for a model that is neither a folder nor a hub id, and if the hub fails.
+    """
 
     def find_file(name: str) -> Path | None:
-        found = folder / name if folder else try_to_load_from_cache(model, name)
-        return Path(found) if isinstance(found, str | Path) and Path(found).is_file() else None
+        if name != WEIGHTS_FILE or local_folder(model):
+            return fetch_file(model, name)
+        found = try_to_load_from_cache(model, name)  # its download belongs to the services
+        return Path(found) if isinstance(found, str) else None
 
     return default_method(model, find_file)
 
@@ -229,10 +246,15 @@ def _with_settings(services: Sequence[ServiceSettings], settings: Sequence[Setti
 
 def _needs_draft_service(verifier: ServiceSettings, settings: Sequence[Setting]) -> bool:
     """Return whether a verifier, with those of the settings that are its own, takes drafts from a draft service."""
+    config = _load_verifier(verifier, settings)
+    return config.method != NO_DRAFTS and not config.drafts_itself
+
+
+def _load_verifier(verifier: ServiceSettings, settings: Sequence[Setting]) -> VerifierConfig:
     (verifier,) = _with_settings([verifier], [each for each in settings if each.service == "verifier"])
     config = verifier.load()
     assert isinstance(config, VerifierConfig)
-    return config.method != NO_DRAFTS and not config.drafts_itself
+    return config
 
 
 def with_keys(services: Sequence[ServiceSettings], keys: Sequence[str]) -> list[ServiceSettings]:

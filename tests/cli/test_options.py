@@ -94,7 +94,7 @@ def test_a_section_of_no_started_service_names_the_file(tmp_path: Path) -> None:
         load_command("serve").make_context("serve", ["m", "--config", str(file)]) as context,
         pytest.raises(ConfigError, match=re.escape(f"{file}: draft.threads: no service 'draft' is started")),
     ):
-        plan("m", settings=asked_settings(context))
+        plan("m", method="none", settings=asked_settings(context))
 
 
 def test_the_command_line_goes_before_a_file(tmp_path: Path) -> None:

@@ -342,7 +342,7 @@ def test_without_a_verifier_a_router_does_not_drain(tmp_path: Path, monkeypatch:
     ],
 )
 def test_a_method_decides_what_is_started(draft_model: str, method: str, names: list[str], verifier_method: str) -> None:
-    services = plan("model", draft_model, method, settings=service_settings({"num_steps": 3, "top_k": None}))
+    services = plan(TARGET, draft_model, method, settings=service_settings({"num_steps": 3, "top_k": None}))
     assert [service.name for service in services] == names
     for service in services[:-1]:
         assert f'method="{verifier_method}"' in service.assignments
@@ -351,7 +351,7 @@ def test_a_method_decides_what_is_started(draft_model: str, method: str, names: 
 
 
 def test_keys_reach_the_router_by_its_environment_alone() -> None:
-    services = with_keys(plan("model"), ["one", "two"])
+    services = with_keys(plan("model", method="none"), ["one", "two"])
     shown = [word for service in services for word in service.command()]
     assert not [word for word in shown if "two" in word]
     assert {each.name: set(each.environment.values()) for each in services} == {"verifier": set(), "router": {"one,two"}}
@@ -365,7 +365,7 @@ def test_draft_service_and_verifier_share_the_cores(cores: int, draft: int, veri
 
 
 def test_a_setting_of_a_service_that_is_not_started_is_refused() -> None:
-    services = plan("model")
+    services = plan("model", method="none")
     with pytest.raises(ConfigError, match="no service 'draft' is started"):
         assign(services, ["draft.threads=1"])
     for setting in ("engine.max_num_seqs=4", "threads=2"):

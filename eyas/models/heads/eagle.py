@@ -108,12 +108,12 @@ class EagleHead(nn.Module):
 
     @property
     def max_model_len(self) -> int:
-        """Positions that the rotary table covers."""
+        """Return the number of positions that the rotary table covers."""
         return int(self.rotary.shape[0])
 
     @property
     def wiring(self) -> HeadWiring:
-        """How the head is wired; validation tries others."""
+        """Return how the head is wired; validation tries others."""
         return self.config.wiring
 
     @wiring.setter
@@ -122,18 +122,18 @@ class EagleHead(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of states, keys and values."""
+        """Return the type of states, keys and values."""
         return self.embedding.dtype
 
     @property
     def kv_shapes(self) -> list[KVShape]:
-        """Keys and values of each layer."""
+        """Return the shapes of the keys and values of each layer."""
         c = self.config
         return [KVShape(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """Return the number of query heads."""
         return self.config.num_heads
 
     def project(
@@ -183,7 +183,7 @@ class EagleHead(nn.Module):
         return self.run(features, packed.tokens, packed.positions, partial(attend_slots, kv_cache, packed))
 
     def run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs, kv_cache: KVCache) -> Tensor:
-        """Return the states [S, H] behind the last pairs of sessions; the last layer runs these alone.
+        """Return the states [S, H] after the last pairs of sessions; the last layer runs these alone.
 
         Args:
             features: of all new pairs [R, H].

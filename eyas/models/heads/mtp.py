@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache, KVShape
-from eyas.config.mtp_layouts import LAYOUTS, MtpModules, find_modules
+from eyas.config.mtp_layouts import LAYOUTS, MtpModules, find_modules, num_layers_of
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import (
@@ -35,6 +36,7 @@ from eyas.models.heads.layers import frozen, linear, quantise_head
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
+from eyas.models.layers.latent import use_latents
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.loading import adapt_model, quiet_transformers, read_model_config
 from eyas.models.supported import Architecture, inspect_architecture
@@ -68,6 +70,7 @@ class MtpHeadConfig:
 
     @property
     def vocab_size(self) -> int:
+        """Return the target's vocabulary, which is all drafted."""
         return self.draft_vocab_size
 
 
@@ -78,18 +81,17 @@ class MtpInputs(nn.Module):
         norm: of the kind that the target has; its weight is replaced.
     """
 
-    def __init__(self, norm: nn.Module, tensors: Mapping[str, Tensor], hidden_first: bool) -> None:
+    def __init__(self, norm: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.embedding_norm, self.hidden_norm = copy.deepcopy(norm), copy.deepcopy(norm)
         self.embedding_norm.weight = frozen(tensors["embedding_norm"])
         self.hidden_norm.weight = frozen(tensors["hidden_norm"])
         self.projection = linear(tensors["projection"], tensors.get("bias"))
-        self._hidden_first = hidden_first
 
     def forward(self, embedded: Tensor, states: Tensor) -> Tensor:
         """Join embeddings and hidden states [R, H] to the input of the layer [R, H]."""
         parts = [self.embedding_norm(embedded), self.hidden_norm(states)]
-        joined: Tensor = self.projection(torch.cat(parts[::-1] if self._hidden_first else parts, -1))
+        joined: Tensor = self.projection(torch.cat(parts, -1))
         return joined
 
 
@@ -112,7 +114,7 @@ class MtpModule:
 
     @property
     def parts(self) -> list[Any]:
-        """Modules of its layer."""
+        """Return the modules of its layer."""
         return list(self._decoder.layers[0].modules())
 
     def run(self, features: Tensor, embedded: Tensor, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
@@ -148,27 +150,27 @@ class MtpHead:
 
     @property
     def num_modules(self) -> int:
-        """M."""
+        """Return the number of modules, M."""
         return len(self._modules)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of states, keys and values."""
+        """Return the type of states, keys and values."""
         return self._shared.dtype
 
     @property
     def max_model_len(self) -> int:
-        """Positions that the target covers."""
+        """Return the number of positions that the target covers."""
         return self._shared.max_model_len
 
     @property
     def kv_shapes(self) -> list[KVShape]:
-        """Keys and values of each module."""
+        """Return the shapes of the keys and values of each module."""
         return self._shared.kv_shapes * self.num_modules
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """Return the number of query heads."""
         return self._shared.heads_per_kv * self.kv_shapes[0].num_heads
 
     @property
@@ -182,7 +184,7 @@ class MtpHead:
         return any(getattr(part, "sliding_window", None) for part in self._modules[0].parts)
 
     def run_pairs(self, features: Tensor, pairs: PackedInputs, last: PackedInputs, kv_cache: KVCache) -> Tensor:
-        """Return the first module's states [S, H] behind the last pairs of sessions. `last` says nothing new."""
+        """Return the first module's states [S, H] after the last pairs of sessions. `last` says nothing new."""
         return self.run_slots(features, pairs, kv_cache)[pairs.logits_indices]
 
     def run_slots(self, features: Tensor, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
@@ -228,14 +230,12 @@ def load_mtp_head(
     register_attention()
     checkpoint, target = open_checkpoint(checkpoint), open_checkpoint(target)
     config = read_model_config(target)
-    found, wiring = require_modules(checkpoint, config), wiring or stated_wiring(checkpoint)
+    found, wiring = require_modules(checkpoint), wiring or stated_wiring(checkpoint)
     shared: TargetModel | None = None
     modules = list[MtpModule]()
+    read = cache(target.tensor)
     for number in range(found.count):
-        model, shapes = _load_module(MtpFiles(checkpoint, target, found, number), config, dtype, device)
-        if shared is not None:
-            model.set_input_embeddings(shared.model.get_input_embeddings())
-            model.set_output_embeddings(shared.model.get_output_embeddings())
+        model, shapes = _load_module(MtpFiles(checkpoint, target, found, number, read), config, dtype, device, shared)
         if quantization:
             quantise_head(model, torch.device(device))
         adapt_model(model, getattr(torch, dtype), int(config.max_position_embeddings))
@@ -245,11 +245,19 @@ def load_mtp_head(
     return MtpHead(shared, modules, wiring)
 
 
-def _load_module(files: MtpFiles, config: Any, dtype: str, device: str) -> tuple[Any, list[KVShape]]:
-    """Return a causal LM of a module's layer, with what stands before it as `mtp_inputs`; and the shape of its keys."""
+def _load_module(
+    files: MtpFiles, config: Any, dtype: str, device: str, shared: TargetModel | None
+) -> tuple[Any, list[KVShape]]:
+    """Return a causal LM of a module's layer, with what stands before it as `mtp_inputs`; and the shape of its keys.
+
+    shared: has the embedding and output head, for modules after the first.
+    """
     own = module_config(config, files.layer, files.number)
     architecture = inspect_architecture(own)
     model = _make_model(own, files, architecture, getattr(torch, dtype))
+    if shared is not None:  # before the model moves to the device
+        model.set_input_embeddings(shared.model.get_input_embeddings())
+        model.set_output_embeddings(shared.model.get_output_embeddings())
     # a part of the model, so that it moves and is packed with it
     model.mtp_inputs = files.inputs(model.get_decoder().norm, int(own.hidden_size)).to(getattr(torch, dtype))
     return model.to(torch.device(device)), architecture.kv_shapes
@@ -260,11 +268,12 @@ def stated_wiring(checkpoint: Checkpoint) -> HeadWiring:
     return recorded_wiring(checkpoint.config, checkpoint.config_file) or STATED_WIRING
 
 
-def require_modules(checkpoint: Checkpoint, config: Any) -> MtpModules:
-    """Return the modules of a checkpoint for a target of this config. Raises CheckpointError without one."""
-    found = find_modules(checkpoint.files, int(config.num_hidden_layers))
+def require_modules(checkpoint: Checkpoint) -> MtpModules:
+    """Return the modules of a checkpoint, numbered on from its own layers. Raises CheckpointError without one."""
+    num_layers = num_layers_of(checkpoint.config, checkpoint.config_file)
+    found = find_modules(checkpoint.files, num_layers)
     if found is None:
-        tails = (layout.projection.format(n=config.num_hidden_layers if layout.counts_on else 0) for layout in LAYOUTS)
+        tails = (layout.projection.format(n=num_layers if layout.counts_on else 0) for layout in LAYOUTS)
         raise CheckpointError(
             f"{checkpoint} holds no module for multi-token prediction: none of the tensors "
             f"{', '.join(f'{tail}.weight' for tail in tails)}. Copies with other weights often leave them out; name the "
@@ -301,13 +310,21 @@ class MtpFiles:
 
     Args:
         target: which may have the final norm.
+        read: reads the first tensor of some names from the target.
     """
 
-    def __init__(self, checkpoint: Checkpoint, target: Checkpoint, modules: MtpModules, number: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        target: Checkpoint,
+        modules: MtpModules,
+        number: int,
+        read: Callable[[tuple[str, ...]], Tensor],
+    ) -> None:
         layout = modules.layout
         self.modules = modules
         self._checkpoint = checkpoint
-        self._target = target
+        self._read = read
         self.number = number
         self.layer = modules.layer_tensors(checkpoint.files, number)
         parts = {"projection": layout.projection, "embedding_norm": layout.embedding_norm, "hidden_norm": layout.hidden_norm}
@@ -352,7 +369,7 @@ class MtpFiles:
         return found | ({HEAD: self._shared(LM_HEAD_NAMES)} if has_head else {})
 
     def _shared(self, names: tuple[str, ...]) -> Tensor:
-        tensor = self._target.tensor(names)
+        tensor = self._read(names)
         self._check_plain(names[0], tensor)
         return tensor
 
@@ -366,7 +383,7 @@ class MtpFiles:
                     f"{self._checkpoint}: {self._parts[key]} has shape {list(tensor.shape)}, but the target's config "
                     f"implies {list(shape)}"
                 )
-        return MtpInputs(norm, tensors, self.modules.layout.hidden_first)
+        return MtpInputs(norm, tensors)
 
 
 def _make_model(config: Any, files: MtpFiles, architecture: Architecture, dtype: torch.dtype) -> Any:
@@ -400,4 +417,4 @@ def _make_model(config: Any, files: MtpFiles, architecture: Architecture, dtype:
     if architecture.needs_relay:
         relay_arguments(model.get_decoder(), PASS_ARGUMENTS)
     set_windows(model, architecture.windows)
-    return model
+    return use_latents(model)

@@ -179,8 +179,8 @@ def validate_head(
 def validate_mtp_head(
     target: TargetModel, head: CheckpointSource, target_checkpoint: CheckpointSource, dtype: str, device: str
 ) -> WiringReport:
-    """Try the wirings of a module for multi-token prediction: the target's state behind its final norm or before it, and
-    the module's own state behind its norm or before it at the next level. Raises CheckpointError for what does not load.
+    """Try the wirings of a module for multi-token prediction: the target's state after its final norm or before it, and
+    the module's own state after its norm or before it at the next level. Raises CheckpointError for what does not load.
     """
     loaded = load_mtp_head(head, target_checkpoint, dtype, device)
     stated = loaded.wiring

@@ -18,7 +18,7 @@ from tests.support.tiny_mtp import FAMILIES, write_mtp
 GREEDY = SamplingParams(16, 0.0, ignore_eos=True)
 SAMPLINGS = (GREEDY, replace(GREEDY, temperature=0.8), replace(GREEDY, temperature=1.1, top_k=12, top_p=0.85))
 TREE, CHAIN = TreeConfig(16, 4, 3), TreeConfig(4, 3, 1)
-DAILY = ("glm4_moe", "mellum")
+DAILY = ("glm4_moe", "deepseek_v3", "mellum")
 EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in FAMILIES]
 
 

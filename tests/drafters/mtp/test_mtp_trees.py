@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from eyas.config import DraftingConfig, TreeConfig
+from eyas.drafters import neural
 from eyas.drafters.eagle import MAX_SHARING_SESSIONS
 from eyas.drafters.mtp import MtpDrafter
 from eyas.models.heads.eagle_config import HeadWiring, Output
@@ -22,7 +23,7 @@ from tests.support.tiny_mtp import FAMILIES, HIDDEN, LAYERS, write_mtp
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 GREEDY = NoiseKey(0)
 NOISES = [GREEDY, NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
-DAILY = ("glm4_moe", "mellum")
+DAILY = ("glm4_moe", "deepseek_v3", "mellum")
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +93,15 @@ def test_module_k_predicts_the_token_at_depth_k(family: str, count: int, tmp_pat
     drafter = make(folder)
     assert drafter.work.passes == {3: 7, 2: 5, 1: 4}[count]
     assert_rounds(drafter, NaiveMtp(folder, family, count=count))
+
+
+def test_a_part_of_short_sessions_alone_gets_no_trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions of fewer pairs than modules have no state yet, in a pass of their own."""
+    folder = write_mtp(tmp_path / "target", "glm4_moe", count=2)
+    long, short = (commit(f"{n}", *session(n, n), 0, n, GREEDY) for n in (12, 2))
+    (alone,) = make(folder).propose([long])
+    monkeypatch.setattr(neural, "MAX_NEW_TOKENS", 4)
+    assert make(folder).propose([long, short]) == [alone, DraftTree.root_only(short.tokens[-1])]
 
 
 def test_more_sessions_than_share_slots_get_their_own_trees(folders: dict[str, str]) -> None:

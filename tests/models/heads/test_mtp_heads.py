@@ -14,6 +14,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config.mtp_layouts import default_method, find_modules
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads import mtp
 from eyas.models.heads.mtp import load_mtp_head
 from eyas.models.heads.validation import validate_mtp_head
@@ -94,6 +95,20 @@ def test_only_files_with_the_module_and_the_vocabulary_are_read(tmp_path: Path, 
     assert load_mtp_head(str(folder), str(folder)).kv_shapes
 
 
+def test_several_modules_read_the_vocabulary_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_mtp(tmp_path / "three", "glm4_moe", count=3)
+    reads = list[tuple[str, ...]]()
+    read = Checkpoint.tensor
+
+    def counted(checkpoint: Checkpoint, names: tuple[str, ...]) -> torch.Tensor:
+        reads.append(names)
+        return read(checkpoint, names)
+
+    monkeypatch.setattr(Checkpoint, "tensor", counted)
+    assert load_mtp_head(folder, folder).num_modules == 3
+    assert len(reads) == 2
+
+
 def test_plain_modules_of_a_quantised_target_load_if_asked_for(tmp_path: Path) -> None:
     folder = write_mtp(tmp_path / "target", "glm4_moe")
     config = json.loads(Path(folder, "config.json").read_text())
@@ -155,6 +170,17 @@ def test_validation_finds_what_the_module_feeds_back(tmp_path: Path, caplog: pyt
     assert not report.config_is_right
     assert report.best.wiring == stated
     assert "output state" in f"{report}"
+
+
+def test_another_recorded_wiring_is_another_fingerprint(tmp_path: Path) -> None:
+    """So that no verifier sends a draft service features of another kind."""
+    folder = write_mtp(tmp_path / "target", "llama")
+    before = DraftHead("", "mtp", folder).features_fingerprint()
+    assert DraftHead("", "mtp", folder).features_fingerprint() == before
+    config = json.loads(Path(folder, "config.json").read_text())
+    config["eyas"] = {"aux_hidden_state_layers": [LAYERS], "norm_before_residual": False, "output": "normed"}
+    Path(folder, "config.json").write_text(json.dumps(config))
+    assert DraftHead("", "mtp", folder).features_fingerprint() != before
 
 
 def test_the_default_is_the_module_of_the_targets_own_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,12 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from eyas.cli.main import load_command
 from eyas.cli.options import SERVICE_KEYS, Setting, asked_settings, service_settings
-from eyas.errors import ConfigError
+from eyas.config.mtp_layouts import INDEX_FILE
+from eyas.errors import CheckpointError, ConfigError
 from eyas.services.local.cluster import running_cluster
 from eyas.services.local.serve import plan
+from eyas.text import tokenizer
+from tests.support.tiny_mtp import write_mtp
 
 # What each option is given, and what a file of options gives the same keys.
 VALUES: dict[str, tuple[Any, Any]] = {
@@ -161,6 +165,38 @@ def test_places_that_a_cluster_chooses_are_refused() -> None:
         ("verifier.server.port=9", "leave it out"),
         ("router.registry.url=redis://x", "leave it out"),
     ):
-        services = plan("model", settings=[Setting(setting)])
+        services = plan("model", method="none", settings=[Setting(setting)])
         with pytest.raises(ConfigError, match=f"has no effect .*{remedy}"), running_cluster(services, 1):
             pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ([], {"verifier": ("", "mtp"), "draft": ("", "mtp")}),
+        (["verifier.draft_model=X", "draft.draft_model=X"], {"verifier": ("X", ""), "draft": ("X", "")}),
+        (["verifier.method=none"], {"verifier": ("", "none")}),
+        (["verifier.engine.tensor_parallel_size=2"], {"verifier": ("", "none")}),
+    ],
+)
+def test_the_default_is_taken_if_no_setting_names_another(
+    settings: list[str], expected: dict[str, tuple[str, str]], tmp_path: Path
+) -> None:
+    folder = write_mtp(tmp_path / "target", "glm4_moe")
+    loaded: dict[str, Any] = {each.name: each.load() for each in plan(folder, settings=list(map(Setting, settings)))}
+    assert loaded.keys() == {*expected, "router"}
+    assert {name: (loaded[name].draft_model, loaded[name].method) for name in expected} == expected
+
+
+def test_a_model_that_cannot_be_a_hub_id_is_named() -> None:
+    with pytest.raises(CheckpointError, match="'foo bar' is neither a folder nor a hub id"):
+        plan("foo bar")
+
+
+def test_a_models_index_is_fetched_to_see_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a first start, which has no weights yet, is as the later ones."""
+    names = load_file(Path(write_mtp(tmp_path / "target", "glm4_moe"), "model.safetensors"))
+    files = {"config.json": tmp_path / "target" / "config.json", INDEX_FILE: tmp_path / "index.json"}
+    files[INDEX_FILE].write_text(json.dumps({"weight_map": dict.fromkeys(names, "model-1.safetensors")}))
+    monkeypatch.setattr(tokenizer, "hf_hub_download", lambda source, name: files[name])
+    assert [service.name for service in plan("some/model")] == ["draft", "verifier", "router"]
