@@ -421,7 +421,7 @@ def test_docs_name_the_architectures_that_are_read() -> None:
     own = {name.replace("-", "_").replace("moe", "_moe") for name in served + refused}
     assert own == set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"}
     in_transformers = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text", "gemma4": "gemma4_text",
-                       "deci": "llama", "minimax-m2": "minimax_m2"}  # fmt: skip
+                       "deci": "llama", "minimax-m2": "minimax_m2", "gpt-oss": "gpt_oss"}  # fmt: skip
     stated = {"nemotron": {"num_key_value_heads": 8}}  # its default is no number
     for name in served:
         inspect_architecture(AutoConfig.for_model(in_transformers.get(name, name), **stated.get(name, {})))
