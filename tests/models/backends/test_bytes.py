@@ -105,7 +105,7 @@ def test_weights_that_cannot_be_rounded_are_named(config: dict[str, Any], reason
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     (folder / "tokenizer.json").write_bytes((DEMO / "target" / "tokenizer.json").read_bytes())
-    with pytest.raises(ConfigError, match=f"quantization is 'int8', which rounds plain weights, but the ones of .* {reason}"):
+    with pytest.raises(ConfigError, match=f"'int8', which rounds plain weights, but the ones of .* {reason}"):
         LLM(str(folder), quantization="int8")
 
 
