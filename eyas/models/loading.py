@@ -87,7 +87,7 @@ def load_target(
     """Load a causal LM from a folder or hub id. Raises CheckpointError for missing weights.
 
     Args:
-        dtype: of the weights. INT8 rounds those of linear layers to 8 bits, see `check_int8`.
+        dtype: of the weights. INT8 rounds the weights of linear layers to 8 bits, see `check_int8`.
         max_model_len: tokens that rotary tables must serve; 0 takes the model's.
         shard: this process's part of the weights, if other ranks hold the rest; all ranks must load at the same time.
             Before any weight is read, raises CheckpointError for an architecture that is not supported, and ConfigError for
@@ -122,7 +122,7 @@ def load_target(
             shard_model(model, shard, [shape.num_heads for shape in shapes])
     model.name_or_path = checkpoint.path
     model.generation_config.eos_token_id = ends
-    _help_layers(model, architecture)
+    help_layers(model, architecture)
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
@@ -146,7 +146,7 @@ def target_of(model: Any) -> TargetModel:
         module._forward_pre_hooks.clear()
     use_latents(shared).set_attn_implementation(ATTENTION_NAME)
     architecture = inspect_architecture(read_model_config(model.name_or_path))
-    _help_layers(shared, architecture)
+    help_layers(shared, architecture)
     target = TargetModel(shared, kv_shapes=architecture.kv_shapes)
     pin_rotary(shared, target.max_model_len)
     use_float32_head(shared)
@@ -155,8 +155,8 @@ def target_of(model: Any) -> TargetModel:
     return target
 
 
-def _help_layers(model: Any, architecture: Architecture) -> None:
-    """Give attention what the layers of an architecture do not pass on to it."""
+def help_layers(model: Any, architecture: Architecture) -> None:
+    """Give attention what the layers of an architecture do not pass on to it. model: the part of it that is called."""
     if architecture.needs_relay:
         relay_arguments(model, PASS_ARGUMENTS)
     set_windows(model, architecture.windows)

@@ -98,7 +98,7 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
 
 
 def different_tokens(vocab_size: int, count: int) -> Ints:
-    """Return tokens that go to different experts, as those of a tree do [count]. Equal ones would share theirs."""
+    """Return tokens that go to different experts, as a tree's do [count]. Equal ones would share theirs."""
     return np.random.default_rng(0).integers(0, vocab_size, count)
 
 

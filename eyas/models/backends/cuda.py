@@ -180,7 +180,7 @@ def why_no_kernel(target: TargetModel) -> str:
     if any(shape.is_latent for shape in target.kv_shapes):
         return "it has latent attention, which the kernel does not know"
     num_heads = target.heads_per_kv * target.kv_shapes[0].num_heads
-    layouts = {(max(shape.key_width, shape.value_width), num_heads // shape.num_heads) for shape in target.kv_shapes}
+    layouts = {(shape.width, num_heads // shape.num_heads) for shape in target.kv_shapes}
     return next(filter(None, (why_no_kernel_for(*layout, target.dtype) for layout in sorted(layouts))), "")
 
 

@@ -327,8 +327,8 @@ class PackedWeight:
             found = self.layout.new_empty(*rows.shape, self.num_inputs)
             found.numpy()[...] = self.layout.numpy()[numbers // BLOCK_OUTPUTS, : self.num_inputs, numbers % BLOCK_OUTPUTS]
             if self.stored == BYTES:
-                scales = self.layout[:, self.num_inputs :].flatten(1).view(torch.float32).flatten()
-                return found * scales[rows][..., None]
+                stored = self.layout[rows // BLOCK_OUTPUTS, self.num_inputs :].flatten(-2)  # bytes of a block's scales
+                return found * stored.view(torch.float32).gather(-1, (rows % BLOCK_OUTPUTS)[..., None])
         else:
             found = F.embedding(rows, self.layout)
         return found.float() if self.scale == 1 else found.float() / self.scale
@@ -338,12 +338,12 @@ class PackedWeight:
         """Return whether the layout is float16."""
         return self.layout.dtype == torch.float16
 
-    @property
+    @cached_property
     def stored(self) -> int:
         """Return how the kernels find the numbers: FLOATS, HALVES or BYTES."""
         return {torch.float16: HALVES, torch.int8: BYTES}.get(self.layout.dtype, FLOATS)
 
-    @property
+    @cached_property
     def num_inputs(self) -> int:
         """Return K, of the kernels' layout."""
         return self.layout.shape[1] - (SCALE_INPUTS if self.stored == BYTES else 0)

@@ -35,12 +35,11 @@ from eyas.models.heads.eagle_config import HeadWiring, recorded_wiring
 from eyas.models.heads.layers import frozen, linear, quantise_head
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs
-from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
+from eyas.models.layers.attention import ATTENTION_NAME, register_attention
 from eyas.models.layers.latent import use_latents
-from eyas.models.layers.relay import relay_arguments
-from eyas.models.loading import adapt_model, quiet_transformers, read_model_config
+from eyas.models.loading import adapt_model, help_layers, quiet_transformers, read_model_config
 from eyas.models.supported import Architecture, inspect_architecture
-from eyas.models.target import PASS_ARGUMENTS, TargetModel
+from eyas.models.target import TargetModel
 from eyas.models.text_part import HEAD, architecture_class
 
 # What recursion feeds back is the normed state in the code of most engines. `eyas check head` measures the other way too.
@@ -414,7 +413,5 @@ def _make_model(config: Any, files: MtpFiles, architecture: Architecture, dtype:
             "undamaged weights, or set method to none"
         )
     model.name_or_path = str(files)
-    if architecture.needs_relay:
-        relay_arguments(model.get_decoder(), PASS_ARGUMENTS)
-    set_windows(model, architecture.windows)
+    help_layers(model.get_decoder(), architecture)
     return use_latents(model)

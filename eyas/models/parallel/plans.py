@@ -1,4 +1,4 @@
-"""Tensor-parallel plans: those of transformers, and our own for families that it has none for.
+"""Tensor-parallel plans of transformers, and our own for families that it has none for.
 
 A plan gives paths of modules and parameters, with `*` for the number of a layer, a style: see `shards`.
 """
