@@ -72,7 +72,7 @@ NAMES = tuple(contender.name for contender in CONTENDERS)
 
 @dataclass(frozen=True)
 class Case:
-    """What is decoded: prompts of one length, and the tokens that each is continued by."""
+    """Prompts of one length, and the number of tokens that each is continued by."""
 
     kind: Kind
     batch: int
@@ -189,7 +189,7 @@ class Measured:
 
 
 class Measurements:
-    """What has been measured, in a file of lines. Raises ConfigError for a file of other settings."""
+    """Measurements so far, in a file of lines. Raises ConfigError for a file of other settings."""
 
     def __init__(self, file: Path, settings: Settings) -> None:
         self._file = file

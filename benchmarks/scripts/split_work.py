@@ -68,12 +68,12 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class SplitWork:
-    """What a contender did for one number of clients.
+    """A contender's work for one number of clients.
 
     Attributes:
         tokens_per_s: of all clients together.
         cpu_us: processor time of each process for a token, in microseconds.
-        identical: whether all texts are those of the first contender's plain run.
+        identical: all texts equal the ones of the first contender's plain run.
     """
 
     contender: Contender
@@ -223,7 +223,7 @@ def tables(found: Sequence[SplitWork]) -> list[Table]:
     note = (
         "`LLM.generate` of one batch against clients of the router who read server-sent events. CPU: processor time of all "
         "processes for a token, and of each service; the clients' own is left out. Ratios are to one process. Each has the "
-        "threads that its command gives it by default. Identical: the texts are those of plain decoding in one process."
+        "threads that its command gives it by default. Identical: the texts equal plain decoding in one process."
     )
     return [Table("Split", columns, tuple(rows), note)]
 

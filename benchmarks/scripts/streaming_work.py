@@ -120,7 +120,7 @@ class Router:
 
 
 class Run(NamedTuple):
-    """What StreamingWork has of one run."""
+    """One run's part of StreamingWork."""
 
     us: float
     chunks: float

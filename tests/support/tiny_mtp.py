@@ -25,7 +25,7 @@ class MtpFamily:
     """A family of targets, and how it writes its module.
 
     layer: prefix of the module's layer; names: of its other PARTS. whole: settings of a model with one layer more than the
-    target, which is the module's. own: settings of the target that are not those of `whole`.
+    target, which is the module's. own: settings of the target that differ from `whole`.
     """
 
     kind: str
@@ -80,7 +80,7 @@ def configs(family: MtpFamily, count: int = 1) -> tuple[Any, Any]:
 def write_mtp(
     folder: Path, family: str, agrees: bool = False, swaps: bool = False, modules: bool = True, count: int = 1
 ) -> str:
-    """A target with its module, or with several; all random, but for norms.
+    """A target with its module, or with several; all random except norms.
 
     agrees: the target's layers add nothing to the embedding, so that the next token depends on the last one alone, and the
     module reads the embedding alone. swaps: it reads what stands in the place of the embedding in another order.

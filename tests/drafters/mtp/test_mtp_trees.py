@@ -1,4 +1,4 @@
-"""Trees of modules for multi-token prediction equal those of transformers' layer over whole sequences."""
+"""Trees of modules for multi-token prediction equal trees by transformers' layer over whole sequences."""
 
 from pathlib import Path
 
@@ -149,7 +149,7 @@ def test_chains_equal_those_of_transformers(family: str, count: int, tmp_path: P
     folder = write_mtp(tmp_path / family, family, count=count)
     tokens = torch.arange(5, 29)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    if family == "glm4_moe":  # whose names of modules are those of the published sizes
+    if family == "glm4_moe":  # which names modules as the published sizes do
         model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.[{LAYERS}-9]\."]
     drafts = modeling.MtpModel.from_pretrained(model).eval()
     with torch.no_grad():

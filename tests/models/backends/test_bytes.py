@@ -68,7 +68,7 @@ def logits_of(target: TargetModel) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["llama-3", "gemma-2", "qwen-3"])
 def test_a_model_computes_with_its_rounded_weights(name: str, stored: torch.dtype, tmp_path: Path) -> None:
     """A float32 model whose weights are set to the rounded ones gives its logits."""
-    kind, settings = FAMILIES[name]  # but for the bias of an output projection, which no kernel adds
+    kind, settings = FAMILIES[name]  # no bias of an output projection, which no kernel adds
     folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), stored)
     narrow, wide = load_target(folder, "int8", passes="float32"), load_target(folder, "float32")
     linear = {name: module for name, module in narrow.model.named_modules() if isinstance(module, nn.Linear)}

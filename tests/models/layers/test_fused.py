@@ -185,7 +185,7 @@ def test_layers_in_one_kernel_equal_those_run_apart(
     pytest.importorskip("numba")
     if not has_fbgemm():
         pytest.skip("this torch was built without FBGEMM")
-    kind, settings = FAMILIES[name]  # but for the bias of an output projection, which no kernel adds
+    kind, settings = FAMILIES[name]  # no bias of an output projection, which no kernel adds
     folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), torch.bfloat16)
     is_half = itertools.cycle([weights == "half", weights != "float"])
     monkeypatch.setattr("eyas.models.backends.packed_weights.has_fbgemm", lambda: next(is_half))

@@ -54,7 +54,7 @@ class Client:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """The events so far, without those of the usage and of an error."""
+        """The events so far, without usage and errors."""
         lines = (line.removeprefix("data: ") for line in self.data.decode().splitlines() if line.startswith("data: {"))
         return [event for event in map(json.loads, lines) if event.get("choices")]
 
