@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from eyas.device.transfer import Floats, Ints
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import UNSCALED, KVScales
 from eyas.sampling.packed_trees import ranges
+
+if TYPE_CHECKING:
+    from eyas.cache.state_pools import StatePools
 
 # More is of little use on a CPU, whose memory is shared with other processes.
 MAX_BYTES_ON_CPU = 4 * 2**30
@@ -58,6 +61,7 @@ class KVCache:
 
     scratch: the last slot, which no sequence owns; padding rows write to it, and no row reads it.
     state_layers: those whose states are kept instead of features, see TargetModel; usually none.
+    recurrent: the states of recurrent layers, if the target has some. A layer without attention has keys of no heads.
 
     Args:
         shapes: of each layer.
@@ -67,6 +71,7 @@ class KVCache:
     """
 
     state_layers: tuple[int, ...] = ()
+    recurrent: StatePools | None = None
 
     def __init__(
         self,
@@ -148,7 +153,7 @@ def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device, reser
 
     Raises ConfigError if there is none.
     """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_ram()
+    free = free_memory(device)
     num_slots = num_slots_in(free, slot_bytes, fraction, reserved)
     if device.type != "cuda":
         num_slots = min(num_slots, MAX_BYTES_ON_CPU // slot_bytes, MAX_SLOTS_ON_CPU)
@@ -165,6 +170,11 @@ def slots_that_fit(slot_bytes: int, fraction: float, device: torch.device, reser
 def num_slots_in(free: int, slot_bytes: int, fraction: float, reserved: int = 0) -> int:
     """Return the slots in a fraction of `free` bytes without `reserved` ones; not below 0."""
     return max(int((free - reserved) * fraction), 0) // slot_bytes
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the free bytes of a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_ram()
 
 
 def free_ram() -> int:

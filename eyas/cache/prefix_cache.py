@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from eyas.cache.states import START, StateRows
 from eyas.protocol.prefix_hash import BLOCK_TOKENS, BlockHasher
 
 Slots = npt.NDArray[np.int64]
@@ -78,6 +79,7 @@ class Node:
         holders: sequences that hold this node or one below it; a held node is never evicted.
         used: time of its last use; a time in the future keeps it longer.
         salt: of a root.
+        state: row of the pools of recurrent states with the state behind its tokens; START if it has none.
     """
 
     tokens: Tokens
@@ -87,6 +89,7 @@ class Node:
     holders: int = 0
     used: float = float("-inf")
     salt: str = ""
+    state: int = START
 
     def path(self) -> Iterator[Node]:
         """Return this node and the nodes above it, without the root."""
@@ -98,10 +101,15 @@ class Node:
 
 @dataclass(frozen=True)
 class CachedPrefix:
-    """Slots of a held prefix, in order of position. They do not change until it is released."""
+    """Slots of a held prefix, in order of position. They do not change until it is released.
+
+    Attributes:
+        num_known: tokens that are cached, also those behind the last state that a recurrent model can go on from.
+    """
 
     node: Node
     slots: Slots
+    num_known: int = 0
 
 
 @dataclass(frozen=True, order=True)
@@ -125,10 +133,15 @@ class PrefixCache:
     Cached prefixes that are not held are evicted at need, from the end of the least recently used leaf of all trees.
 
     num_available: slots that `take` can give: free ones, and cached ones that are not held. num_cached: slots of all trees.
+
+    Args:
+        states: rows for the states of recurrent layers, if the target has some: a node may have one.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, states: StateRows | None = None) -> None:
         self._allocator = SlotAllocator(num_slots)
+        self.states = states
+        self._with_state: dict[Node, None] = {}
         self.no_slots: Slots = np.zeros(0, dtype=np.int64)
         self.num_available = num_slots
         self.num_cached = 0
@@ -149,8 +162,11 @@ class PrefixCache:
         self._allocator.free(slots)
         self.num_available += len(slots)
 
-    def find(self, tokens: Tokens, salt: str = "") -> CachedPrefix:
-        """Hold the longest prefix of `tokens` cached under the salt: it is not evicted until it is released."""
+    def find(self, tokens: Tokens, salt: str = "", to_resume: bool = False) -> CachedPrefix:
+        """Hold the longest prefix of `tokens` cached under the salt: it is not evicted until it is released.
+
+        to_resume: whether a sequence goes on behind it, which a recurrent model can do where there is a state.
+        """
         node = self._roots.get(salt) or Node(self.no_slots, self.no_slots, None, salt=salt)
         done, runs = 0, [self.no_slots]
         while done < len(tokens) and (child := node.children.get(int(tokens[done]))) is not None:
@@ -162,7 +178,13 @@ class PrefixCache:
             node.holders += 1
             runs.append(node.slots)
             done += length
-        return CachedPrefix(node, np.concatenate(runs))
+        while to_resume and self.states is not None and node.parent is not None and node.state == START:
+            above = node.parent
+            self._let_go(node)
+            self._offer(node)
+            node = above
+            runs.pop()
+        return CachedPrefix(node, np.concatenate(runs), done)
 
     def store(self, tokens: Tokens, slots: Slots, prefix: CachedPrefix, salt: str = "") -> CachedPrefix:
         """Give the slots of `tokens`, which begin with `prefix`, to the cache; returns the prefix that covers all of them.
@@ -179,7 +201,7 @@ class PrefixCache:
                 self._roots[salt] = stored.node
             self._num_nodes += 1
             self.num_cached += len(leaf.slots)
-            stored = CachedPrefix(leaf, np.concatenate([stored.slots, leaf.slots]))
+            stored = CachedPrefix(leaf, np.concatenate([stored.slots, leaf.slots]), len(tokens))
         if (root := self._roots.pop(salt, None)) is not None:
             self._roots[salt] = root
         own = slots[length:]
@@ -190,12 +212,61 @@ class PrefixCache:
     def release(self, prefix: CachedPrefix, used: float) -> None:
         """End the hold of a prefix. used: time until which it counts as in use; the smallest is evicted first."""
         for above in prefix.node.path():
-            assert above.holders, "a prefix is released that is not held"
-            above.holders -= 1
             above.used = max(above.used, used)
-            if not above.holders:
-                self.num_available += len(above.slots)
+            self._let_go(above)
         self._offer(prefix.node)
+
+    def take_state(self, is_mark: bool = False) -> int:
+        """Return a row for a state, held once. If none is free, the least recently used state of the cache is forgotten.
+
+        is_mark: whether it waits for `keep_state` in a sequence that has its two rows. Then START if there is no room.
+        """
+        states = self._state_rows
+        if is_mark:
+            if states.num_marked >= states.most_marked:
+                return START
+            states.num_marked += 1
+        if not states.num_free:
+            spare = [node for node in self._with_state if not states.is_shared(node.state)]
+            self._forget_state(min(spare, key=lambda node: (node.holders > 0, node.used)))
+        return states.take()
+
+    def release_mark(self, row: int) -> None:
+        """Give up a row that was taken as a mark."""
+        self._state_rows.num_marked -= 1
+        self._state_rows.release(row)
+
+    def keep_state(self, prefix: CachedPrefix, position: int, row: int) -> None:
+        """Give one hold of a row, with the state behind the first `position` tokens of a held prefix, to the cache."""
+        node, end = prefix.node, len(prefix.slots)
+        while node.parent is not None and end - len(node.slots) >= position:
+            end -= len(node.slots)
+            node = node.parent
+        if node.parent is None or position > end or (position == end and node.state != START):
+            self._state_rows.release(row)
+            return
+        if position < end:
+            node = self._split(node, len(node.slots) - (end - position))
+        node.state = row
+        self._with_state[node] = None
+
+    @property
+    def _state_rows(self) -> StateRows:
+        assert self.states is not None, "the target has recurrent layers"
+        return self.states
+
+    def _forget_state(self, node: Node) -> None:
+        if node.state != START:
+            self._state_rows.release(node.state)
+            node.state = START
+            del self._with_state[node]
+
+    def _let_go(self, node: Node) -> None:
+        """End one hold of a node."""
+        assert node.holders, "a prefix is released that is not held"
+        node.holders -= 1
+        if not node.holders:
+            self.num_available += len(node.slots)
 
     def cached_blocks(self, limit: int) -> list[int]:
         """Return the hashes of at most `limit` cached blocks: held ones first, then by last use. No block comes without
@@ -216,8 +287,13 @@ class PrefixCache:
                 heapq.heappush(heap, (-math.inf if child.holders else -child.used, next(numbers), child, hasher))
         return found
 
-    def check(self, owners: list[Slots], prefixes: Sequence[CachedPrefix]) -> None:
-        """Assert that every slot is free, cached, or with exactly one of `owners`, and that exactly `prefixes` are held."""
+    def check(self, owners: list[Slots], prefixes: Sequence[CachedPrefix], held_states: Sequence[int] = ()) -> None:
+        """Assert that every slot is free, cached, or with exactly one of `owners`, and that exactly `prefixes` are held.
+
+        held_states: one for each hold of a row of states by a sequence.
+        """
+        if self.states is not None:
+            self.states.check([*held_states, *(node.state for node in self._with_state)])
         holders = Counter(above for prefix in prefixes for above in prefix.node.path())
         assert all(root.children for root in self._roots.values()), "a salt has an empty tree"
         nodes, below = list[Node](), [*self._roots.values()]
@@ -233,6 +309,7 @@ class PrefixCache:
             assert node.holders == holders[node], f"a node counts {node.holders} holders, {holders[node]} hold it"
         assert holders.keys() <= set(nodes), "a node is held that has been evicted"
         assert self._num_nodes == len(nodes)
+        assert {node for node in nodes if node.state != START} == self._with_state.keys(), "a state has no node"
         assert self.num_cached == sum(len(node.slots) for node in nodes)
         num_evictable = sum(len(node.slots) for node in nodes if not node.holders)
         assert self.num_available == self._allocator.num_free + num_evictable
@@ -267,6 +344,7 @@ class PrefixCache:
             count -= len(leaf.slots) - kept
             self.num_cached -= len(leaf.slots) - kept
             self._allocator.free(leaf.slots[kept:])
+            self._forget_state(leaf)
             if kept:
                 leaf.tokens, leaf.slots = leaf.tokens[:kept].copy(), leaf.slots[:kept].copy()
                 self._offer(leaf)

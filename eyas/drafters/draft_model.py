@@ -59,7 +59,7 @@ class TreeRows:
 class ModelDrafter(NeuralDrafter[TreeRows]):
     """A small model with a KV cache of its own. A session's state is what its last tree ran.
 
-    Raises ConfigError for a tree that the model cannot grow.
+    Raises ConfigError for a tree that the model cannot grow, and for a model with recurrent layers.
 
     Args:
         capture: how to capture whole trees as CUDA graphs.
@@ -78,6 +78,11 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
                 f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: a small draft model needs num_steps of at "
                 f"least 1 and top_k of at most its vocabulary, {model.vocab_size}"
             )
+        if model.state_shapes:
+            raise ConfigError(
+                f"{model.name_or_path!r} has recurrent layers, whose states a growing tree does not keep: it can be a target, "
+                "but no draft model. Take a small draft model with attention alone, or lookups"
+            )
         rows = tree.top_k * (tree.num_steps - 1)
         contents = f"a token and the {rows} rows of one tree of width {tree.top_k} and depth {tree.num_steps}"
         self._kv = make_kv_cache(config, model.kv_shapes, model.dtype, model.device, rows + 1, contents)
@@ -85,7 +90,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         super().__init__(config, tree, None, torch.arange(model.vocab_size, device=model.device), sessions)
         self._model = model
         self._chunk_tokens = draft_model.max_prefill_tokens
-        num_heads = model.heads_per_kv * model.kv_shapes[0].num_heads
+        num_heads = model.heads_per_kv * model.num_kv_heads
         head_dim = max(shape.width for shape in model.kv_shapes)
         sizes = HeadSizes(num_heads, min(shape.num_heads for shape in model.kv_shapes), head_dim)
         widths, batch = [tree.top_k] * (tree.num_steps - 1), config.cuda_graph_max_batch

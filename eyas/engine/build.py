@@ -9,7 +9,9 @@ from functools import partial
 
 import torch
 
-from eyas.cache.kv_cache import KVCache, bytes_per_slot, slots_that_fit
+from eyas.cache.kv_cache import KVCache, bytes_per_slot, free_memory, slots_that_fit
+from eyas.cache.state_pools import states_that_fit
+from eyas.cache.states import NO_STATES, StateRows, StateSizes
 from eyas.config import EngineConfig, TreeConfig
 from eyas.config.engine import INT8
 from eyas.config.target_limits import check_quantization
@@ -23,7 +25,7 @@ from eyas.engine.deterministic import BatchInvariantRunner
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner, slot_width
-from eyas.engine.scheduler import Scheduler
+from eyas.engine.scheduler import Scheduler, stash_rows
 from eyas.errors import ConfigError
 from eyas.kernels.by_device import sampling_kernels
 from eyas.kernels.choice import tree_kernels
@@ -41,6 +43,8 @@ from eyas.models.parallel.workers import RankInfo, TargetWorkers, Worker, start_
 from eyas.models.target import TargetModel
 
 ROOT_ONLY = TreeConfig(1, 0, 1)
+# Recurrent states that the prefix cache may keep, for each sequence that runs.
+KEPT_STATES = 2
 FOR_WEIGHTS = "free some memory, take a smaller or a quantised model, or raise engine.tensor_parallel_size"
 FOR_KV_CACHE = "lower engine.max_kv_tokens if it is set, else engine.gpu_memory_utilization"
 
@@ -107,11 +111,12 @@ def assemble_engine(
     plan = plan_backend(target, engine, drafted_tree, max_model_len)
     reserved = reserved_bytes(target, plan, engine)
     fraction = engine.gpu_memory_utilization
-    num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, fraction, target.device, reserved)
+    states, engine, state_bytes = _state_sizes(target, engine, drafted_tree, reserved)
+    num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, fraction, target.device, reserved + state_bytes)
     log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
     engine = replace(engine, max_kv_tokens=num_slots)
-    with workers.init_kv_cache(num_slots, plan):
-        kv_cache = _kv_cache(target, num_slots, width)
+    with workers.init_kv_cache(InitKVCache(num_slots, plan, states)):
+        kv_cache = _kv_cache(target, num_slots, width, states)
         backend = build_backend(plan, target, kv_cache)
         if engine.deterministic:
             runner: ModelRunner = BatchInvariantRunner(target, kv_cache, fuser, tree.num_draft_tokens, backend)
@@ -121,7 +126,8 @@ def assemble_engine(
             runner = ModelRunner(target, kv_cache, fuser, backend, workers)
     sampling_kernels(torch.empty(0, device=target.device)).warm_up(target.vocab_size, target.device)
     workers.before_close(partial(release_backend, runner.backend))
-    scheduler = Scheduler(engine, drafted_tree, target.eos_ids)
+    state_rows = StateRows(states.rows, engine.max_num_seqs) if states.rows else None
+    scheduler = Scheduler(engine, drafted_tree, target.eos_ids, states=state_rows)
     draft_manager = DraftManager(drafter, runner, engine.acceptance)
     budget_clock = cost_clock(drafter, runner, engine, clock)
     budget = build_draft_budget(drafter, runner, engine, tree, budget_clock)
@@ -163,7 +169,7 @@ def run_worker(
         if isinstance(command, InitKVCache):
             release_backend(runner.backend)
             model.set_kv_cache_dtype(command.plan.kv_cache_dtype)
-            kv_cache = _kv_cache(model, command.num_slots)
+            kv_cache = _kv_cache(model, command.num_slots, states=command.states)
             runner = ModelRunner(model, kv_cache, None, build(command.plan, model, kv_cache))
         else:
             try:
@@ -177,8 +183,28 @@ def run_worker(
     worker.close()
 
 
-def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0) -> KVCache:
+def _state_sizes(
+    target: TargetModel, engine: EngineConfig, tree: TreeConfig, reserved: int
+) -> tuple[StateSizes, EngineConfig, int]:
+    """Return the rows for states of recurrent layers and their bytes, none for targets without such layers, and the config
+    with as many sequences as there are states for: states take at most half of the memory that the KV cache may have.
+    """
+    if not target.state_shapes:
+        return NO_STATES, engine, 0
+    free = int((free_memory(target.device) - reserved) * engine.gpu_memory_utilization)
+    # For a draft tree the step before has the other half of the stash.
+    stashed = 2 * stash_rows(engine, tree) if tree.num_draft_tokens > 1 else 0
+    kept = KEPT_STATES * engine.max_num_seqs if engine.prefix_cache else 0
+    shapes, most = target.state_shapes, engine.max_num_seqs
+    states, num_running, state_bytes = states_that_fit(shapes, most, stashed, kept, target.dtype, free // 2)
+    log.info("recurrent states: %d rows and %d nodes, %.2f GiB", *states, state_bytes / 2**30)
+    if num_running < most:
+        log.warning("engine.max_num_seqs is %d, but there is memory for the recurrent states of %d", most, num_running)
+    return states, replace(engine, max_num_seqs=num_running), state_bytes
+
+
+def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0, states: StateSizes = NO_STATES) -> KVCache:
     with explain_out_of_memory(f"no memory for a KV cache of {num_slots} tokens", target.device, FOR_KV_CACHE):
-        kv_cache = target.new_kv_cache(num_slots, feature_width)
+        kv_cache = target.new_kv_cache(num_slots, feature_width, states)
     to_huge_pages([*kv_cache.keys, *kv_cache.values], collapse=False)
     return kv_cache

@@ -36,7 +36,8 @@ class BatchInvariantRunner(ModelRunner):
     not depend on the order of keys in memory: plain and speculative decoding run the same kernels. ModelRunner is the fast
     one.
 
-    Raises ConfigError for a target that routes rows to experts: the number of rows of an expert cannot be fixed.
+    Raises ConfigError for a target that routes rows to experts: the number of rows of an expert cannot be fixed. So for
+    recurrent layers, whose rows are computed in pieces of other sizes.
 
     Args:
         rows: of every pass; no tree may have more.
@@ -52,8 +53,9 @@ class BatchInvariantRunner(ModelRunner):
         backend: ForwardBackend | None = None,
     ) -> None:
         super().__init__(target, kv_cache, fuser, backend)
-        if target.is_mixture_of_experts:
-            raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which routes rows to experts")
+        if target.is_mixture_of_experts or target.state_shapes:
+            reason = "routes rows to experts" if target.is_mixture_of_experts else "has recurrent layers"
+            raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which {reason}")
         self._rows = rows
         self._max_rows = MAX_KERNEL_ROWS if self.backend is target else sys.maxsize  # of a segment
         is_kept_here = target.device.type == "cpu" and is_batch_invariant(target.model) and not kv_cache.is_narrow

@@ -177,6 +177,7 @@ def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks
         prefixes=[scheduled.sequence.slots[: scheduled.first] for scheduled in drawing],
         noise_keys=[_rank_key(scheduled) for scheduled in drawing] if draws_on_ranks else [None] * len(drawing),
         tables=[scheduled.sequence.table for scheduled in drawing],
+        states=[scheduled.states for scheduled in drawing],
     )
     if are_trees:
         return segments
@@ -200,6 +201,7 @@ def _prompt_segment(scheduled: ScheduledSequence, draws_on_ranks: bool) -> Segme
         logits_indices=np.arange(num_rows - num_logits, num_rows),
         noise_key=_rank_key(scheduled) if draws_on_ranks else None,
         table=sequence.table,
+        states=scheduled.states,
     )
 
 

@@ -16,8 +16,10 @@ import numpy as np
 
 from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots
+from eyas.cache.states import StateRows, StateStep
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.budget.base import NO_TREE, TreeSize
+from eyas.engine.recurrent_states import SequenceStates
 from eyas.engine.sequence import Chunks, DraftReply, Emitted, QueueKey, ScheduledSequence, Sequence, chunks_of, kept_rows
 from eyas.engine.waiting_queue import OUTPUT_COST, PROMPT_COST, WaitingQueue, by_key
 from eyas.errors import InvalidRequest, Overloaded
@@ -50,17 +52,23 @@ class Scheduler:
     Args:
         config: its max_kv_tokens must be set.
         clock: the present time in seconds.
+        states: rows for the states of recurrent layers, if the target has some.
     """
 
     def __init__(
-        self, config: EngineConfig, tree: TreeConfig, eos_ids: frozenset[int], clock: Callable[[], float] = time.monotonic
+        self,
+        config: EngineConfig,
+        tree: TreeConfig,
+        eos_ids: frozenset[int],
+        clock: Callable[[], float] = time.monotonic,
+        states: StateRows | None = None,
     ) -> None:
         assert config.max_kv_tokens > 0, "the slots must have been counted"
         self.config = config
         self._tree = tree
         self._eos_ids = eos_ids
         self._clock = clock
-        self.cache = PrefixCache(config.max_kv_tokens)
+        self.cache = PrefixCache(config.max_kv_tokens, states)
         self._max_cacheable = sys.maxsize if config.prefix_cache else 0
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
@@ -71,6 +79,7 @@ class Scheduler:
         self._cancelled: dict[str, None] = {}
         self._step_slots: Slots = self.cache.no_slots
         self._num_steps = 0
+        self._num_stashed = 0
         self._turns: dict[str, int] = {}
         self.admitted: list[str] = []
         self.preempted: list[str] = []
@@ -135,12 +144,15 @@ class Scheduler:
             running = in_turns(running, self._turns)
         allocations = allocate_rows(running, trees, self.config.max_prefill_tokens, self.cache.num_available)
         self._num_steps += 1
+        self._num_stashed = 0
         turns = {sequence.request.tenant: self._num_steps for sequence, _, tree in allocations if tree is None}
         self._turns = {t: n for t, n in self._turns.items() if t in self.waiting.active} | turns
         slots = self._step_slots = self.cache.take(sum([num_rows for _, num_rows, _ in allocations]))
         scheduled, start = list[ScheduledSequence](), 0
         for sequence, num_rows, tree in allocations:
-            scheduled.append(ScheduledSequence(sequence, slots[start : start + num_rows], sequence.computed, tree))
+            own = slots[start : start + num_rows]
+            states = self._state_step(sequence, num_rows, tree) if sequence.states is not None else None
+            scheduled.append(ScheduledSequence(sequence, own, sequence.computed, tree, states))
             start += num_rows
         return tuple(scheduled)
 
@@ -152,6 +164,8 @@ class Scheduler:
             outputs: what it gives them.
             edited: ids of requests whose trees are not the drafter's; None if no drafter needs the samples.
         """
+        if self.cache.states is not None:
+            self._advance_states(batch, outputs)
         rows, ends = kept_rows(batch, outputs)
         kept, tokens = self._kept_slots(rows), outputs.tokens.tolist()
         failed, emitted, finished = list[Chunk](), list[Emitted](), list[str]()
@@ -214,8 +228,36 @@ class Scheduler:
         """Assert that every slot is free, cached, or owned by exactly one running sequence. Valid between steps."""
         prefixes = [s.prefix for s in self.running if s.prefix is not None]
         assert len(prefixes) == len(self.running), "a running sequence holds no prefix"
-        self.cache.check([*(s.own_slots for s in self.running), self._step_slots], prefixes)
+        states = [row for s in self.running if s.states is not None for row in s.states.held]
+        self.cache.check([*(s.own_slots for s in self.running), self._step_slots], prefixes, states)
         assert len(self.sequences) == len(self.running) + len(self.waiting)
+
+    def _state_step(self, sequence: Sequence, num_rows: int, tree: DraftTree | None) -> StateStep:
+        """Return what recurrent layers read and write for the rows of a sequence in the step."""
+        assert sequence.states is not None
+        if tree is None:
+            return sequence.states.prompt_step(sequence.computed, num_rows, len(sequence.request.prompt_ids))
+        if num_rows == 1:
+            return sequence.states.tree_step(-1)
+        start = self._num_stashed
+        self._num_stashed += num_rows
+        # One half of the stash has the nodes of the last step, which this one reads.
+        half = stash_rows(self.config, self._tree)
+        assert self._num_stashed <= half, f"{self._num_stashed} nodes of trees in a step, of {half}"
+        return sequence.states.tree_step(start + half * (self._num_steps % 2))
+
+    def _advance_states(self, batch: Seq[ScheduledSequence], outputs: StepOutputs) -> None:
+        """Let the states of recurrent layers follow what a step keeps."""
+        first = 0
+        for scheduled, last in zip(batch, outputs.ends.tolist(), strict=True):
+            states, step, is_tree = scheduled.sequence.states, scheduled.states, len(scheduled.slots) > 1
+            assert states is not None
+            assert step is not None
+            if scheduled.tree is not None and is_tree:
+                states.advance(scheduled.first, step.stash + outputs.nodes[first:last])
+            else:
+                states.advance(scheduled.first + len(scheduled.slots))
+            first = last
 
     def _admit(self) -> None:
         """Let sequences run in the order of the queue while there are slots; preempt others for the most urgent one."""
@@ -226,7 +268,7 @@ class Scheduler:
         while len(self.running) < len(self.sequences):
             first, sequence = self.waiting.next(self._num_admitted)
             sequence = first if only_first else sequence
-            prefix = self.cache.find(sequence.cacheable, sequence.request.cache_salt)
+            prefix = self.cache.find(sequence.cacheable, sequence.request.cache_salt, to_resume=True)
             need = reserved + slots_needed(sequence, nodes) - len(prefix.slots)
             if len(self.running) < self.config.max_num_seqs and need <= self.cache.num_available:
                 self._start(sequence, prefix, sequence is first)
@@ -250,6 +292,8 @@ class Scheduler:
         if not is_first:
             sequence.key = QueueKey(-math.inf, sequence.key.number)
         sequence.prefix, sequence.computed = prefix, len(prefix.slots)
+        if self.cache.states is not None:
+            sequence.states = SequenceStates(self.cache, prefix, self._max_cacheable)
         sequence.slots[: sequence.computed], sequence.table = prefix.slots, (sequence.key.number, sequence.table[1] + 1)
         num_uncached = len(sequence.tokens) - sequence.computed
         sequence.prefilling = num_uncached > 1 or len(sequence.tokens) == len(sequence.request.prompt_ids)
@@ -330,7 +374,12 @@ class Scheduler:
         if keeps:
             sequence.share(self.cache, self._max_cacheable)
         ttl = self.config.session_cache_ttl_s if sequence.request.session else 0.0
-        sequence.leave(self.cache, self._clock() + ttl if keeps else sequence.prefix.node.used)
+        sequence.leave(self.cache, self._clock() + ttl if keeps else sequence.prefix.node.used, keeps)
+
+
+def stash_rows(config: EngineConfig, tree: TreeConfig) -> int:
+    """Return the most nodes of trees in a step, which recurrent layers stash. A lone root is none."""
+    return min(config.max_verify_tokens, tree.num_draft_tokens * config.max_num_seqs)
 
 
 def slots_needed(sequence: Sequence, nodes: int) -> int:

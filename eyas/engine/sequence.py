@@ -12,6 +12,8 @@ import numpy as np
 
 from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, TableId, Tokens
+from eyas.cache.states import StateStep
+from eyas.engine.recurrent_states import SequenceStates
 from eyas.protocol.tree import DraftTree, Ints
 from eyas.sampling.acceptance import LogitRows, StepOutputs
 
@@ -40,6 +42,7 @@ class Sequence:
         table: names the slot table that `slots` are: while it is the same, slots are added, and none changes.
         end_ids: tokens that end its output, known once it has some.
         prefix: the first of its slots, which the prefix cache owns; None while the sequence waits.
+        states: of recurrent layers, while it runs; None for a target without such layers.
         prefilling: whether more than the last token lacks KV.
         cacheable: tokens that a cached prefix may cover: all but the last, whose logits are needed.
         num_cached: prompt tokens that the first admission found in the cache; None before it.
@@ -56,6 +59,7 @@ class Sequence:
     computed: int = 0
     table: TableId = (0, 0)
     prefix: CachedPrefix | None = None
+    states: SequenceStates | None = None
     prefilling: bool = True
     num_cached: int | None = None
     drafted: int = 0
@@ -79,10 +83,15 @@ class Sequence:
         if not np.array_equal(self.slots[:count], self.prefix.slots):
             self.slots[:count] = self.prefix.slots
             self.table = self.key.number, self.table[1] + 1
+        if self.states is not None:
+            self.states.share(self.prefix)
 
-    def leave(self, cache: PrefixCache, used: float) -> None:
+    def leave(self, cache: PrefixCache, used: float, keeps_state: bool = True) -> None:
         """Give up all slots. used: time until which the prefix cache counts those that it owns as in use."""
         assert self.prefix is not None
+        if self.states is not None:
+            self.states.leave(self.prefix if keeps_state else None)
+            self.states = None
         cache.free(self.own_slots)
         cache.release(self.prefix, used)
         self.prefix, self.computed = None, 0
@@ -115,12 +124,14 @@ class ScheduledSequence:
     Attributes:
         slots: one per row.
         tree: None for prompt tokens. It does not change.
+        states: see Segment.
     """
 
     sequence: Sequence
     slots: Slots
     first: int
     tree: DraftTree | None = None
+    states: StateStep | None = None
 
     @cached_property
     def drawn_tree(self) -> DraftTree | None:

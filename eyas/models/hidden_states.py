@@ -13,6 +13,15 @@ from eyas.errors import CheckpointError
 ROWS_OF_BATCH = 3
 
 
+# Names of the final norm of a decoder; most have the first.
+FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")
+
+
+def final_norm(decoder: Any) -> Any:
+    """Return the norm behind the layers of a decoder; None if it has none by a known name."""
+    return next((getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)), None)
+
+
 class StateHooks:
     """Hooks on the layers of a model that collect their inputs. Targets that share a model share its hooks.
 
@@ -42,8 +51,8 @@ class StateHooks:
             self.states[layer] = states[0]
 
         if layer < 0:  # FINAL_NORM_OUTPUT
-            return decoder.norm.register_forward_hook(lambda module, args, output: keep(output))  # type: ignore[no-any-return]
-        module = decoder.layers[layer] if layer < len(decoder.layers) else decoder.norm
+            return final_norm(decoder).register_forward_hook(lambda module, args, output: keep(output))  # type: ignore[no-any-return]
+        module = decoder.layers[layer] if layer < len(decoder.layers) else final_norm(decoder)
         return module.register_forward_pre_hook(lambda module, args: keep(args[0]))  # type: ignore[no-any-return]
 
 

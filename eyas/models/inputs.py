@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from eyas.cache.prefix_cache import TableId
+from eyas.cache.states import StateStep
 from eyas.device.transfer import Bools, Ints, upload
 from eyas.kernels.arguments import NO_SLOTS
+from eyas.models.recurrent_rows import RecurrentRows
 from eyas.protocol.commit import NoiseKey
 from eyas.protocol.tree import Int32s
 from eyas.sampling.packed_trees import PackedTrees
@@ -33,6 +35,7 @@ class Segment(NamedTuple):
     others: slots of earlier rows that only some rows see, such as nodes of a draft tree that grows, [m]. visible is then
         [n, m + n], these first. Not for sliding windows, nor for parts at fixed positions.
     table: the slot table that begins with the prefix; None if it is of this pass alone.
+    states: of recurrent layers; None begins at zero and keeps nothing.
     """
 
     tokens: Ints
@@ -44,6 +47,7 @@ class Segment(NamedTuple):
     noise_key: NoiseKey | None = None
     others: Ints = NO_SLOTS
     table: TableId | None = None
+    states: StateStep | None = None
 
     def part(self, start: int, end: int) -> Segment:
         """Return rows `start` to `end` of a causal segment; the rows before them join the prefix."""
@@ -93,7 +97,7 @@ class SegmentRows(NamedTuple):
 class TreeSegments(Sequence[Segment]):
     """Segments that are trees, kept as the rows of all of them. Each segment is made on first use.
 
-    rows: of all segments. prefixes, noise_keys, tables: of each. trees: what they are.
+    rows: of all segments. prefixes, noise_keys, tables, states: of each. trees: what they are.
 
     Args:
         positions, slots: of all rows, [R]. The others are as in Segment, [B].
@@ -107,9 +111,11 @@ class TreeSegments(Sequence[Segment]):
         prefixes: Sequence[Ints],
         noise_keys: Sequence[NoiseKey | None],
         tables: Sequence[TableId | None],
+        states: Sequence[StateStep | None] = (),
     ) -> None:
         self.rows = SegmentRows(trees.nodes.tokens, positions, slots, np.arange(len(slots)), trees.nodes.counts)
         self.prefixes, self.noise_keys, self.tables = prefixes, noise_keys, tables
+        self.states = states or [None] * len(prefixes)
         self.trees = trees
 
     def __len__(self) -> int:
@@ -122,11 +128,12 @@ class TreeSegments(Sequence[Segment]):
     def _segments(self) -> list[Segment]:
         (tokens, positions, slots, rows, counts), visible, segments = self.rows, self.trees.visible, list[Segment]()
         ends = np.cumsum(counts).tolist()
-        fields = (self.prefixes, self.noise_keys, self.tables)
-        for start, end, prefix, key, table in zip([0, *ends[:-1]], ends, *fields, strict=True):
+        fields = (self.prefixes, self.noise_keys, self.tables, self.states)
+        for start, end, prefix, key, table, states in zip([0, *ends[:-1]], ends, *fields, strict=True):
             own, count = slice(start, end), end - start
             seen, wanted = visible[own, :count], rows[:count]
-            segments.append(Segment(tokens[own], positions[own], slots[own], prefix, seen, wanted, key, NO_SLOTS, table))
+            rows_of = tokens[own], positions[own], slots[own]
+            segments.append(Segment(*rows_of, prefix, seen, wanted, key, NO_SLOTS, table, states))
         return segments
 
 
@@ -148,6 +155,11 @@ def prefixes_of(segments: Sequence[Segment]) -> Sequence[Ints]:
 def tables_of(segments: Sequence[Segment]) -> Sequence[TableId | None]:
     """Return the slot table of each segment."""
     return segments.tables if isinstance(segments, TreeSegments) else [segment.table for segment in segments]
+
+
+def states_of(segments: Sequence[Segment]) -> Sequence[StateStep | None]:
+    """Return what recurrent layers read and write for each segment."""
+    return segments.states if isinstance(segments, TreeSegments) else [segment.states for segment in segments]
 
 
 def noise_keys_of(segments: Sequence[Segment]) -> Sequence[NoiseKey | None]:
@@ -176,11 +188,18 @@ class PackedInputs:
     metadata: AttentionMetadata | None = None
     segments: tuple[Segment, ...] = ()
     _biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
+    _recurrent: RecurrentRows | None = None
 
     @property
     def num_logits(self) -> int:
         """Rows whose logits are asked for, without padding."""
         return self.metadata.num_logits if self.metadata else len(self.logits_indices)
+
+    def recurrent(self, scratch: int) -> RecurrentRows:
+        """Return what recurrent layers need; scratch: see `RecurrentRows`. All layers share the result."""
+        if self._recurrent is None:
+            self._recurrent = RecurrentRows(self.segments, scratch, self.tokens.device)
+        return self._recurrent
 
     def bias(self, index: int, window: int | None, dtype: torch.dtype, heads_per_kv: int) -> Tensor | None:
         """Return the additive mask of a group [B, 1, heads_per_kv * Q, K]: 0 where a cell sees a key, else -inf. None if all

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
+from eyas.cache.states import START, StateStep
 from eyas.config.engine import INT8
 from eyas.config.file_values import shown
 from eyas.config.mtp_layouts import find_modules
@@ -53,6 +54,7 @@ from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set
 from eyas.models.layers.fused import fuse_layers, unfuse_layers
 from eyas.models.layers.latent import use_latents
 from eyas.models.layers.numerics import pin_rotary, use_float32_head
+from eyas.models.layers.recurrent import use_states
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.parallel.shards import (
     LM_HEAD,
@@ -117,13 +119,13 @@ def load_target(
             optimize_for_cpu(model, computed)
             copy_stored_weights(model, computed)
         # a GPU alone may multiply by quantised weights, whose projections of latents become plain
-        model = use_latents(model if shard else model.to(torch.device(device)))
+        model = use_states(use_latents(model if shard else model.to(torch.device(device))))
         if shard is not None:
             shard_model(model, shard, [shape.num_heads for shape in shapes])
     model.name_or_path = checkpoint.path
     model.generation_config.eos_token_id = ends
     help_layers(model, architecture)
-    target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, shapes)
+    target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, architecture)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
     adapt_model(target.model, target.dtype, longest, to_bytes)
@@ -144,10 +146,10 @@ def target_of(model: Any) -> TargetModel:
     for module in shared.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    use_latents(shared).set_attn_implementation(ATTENTION_NAME)
+    use_states(use_latents(shared)).set_attn_implementation(ATTENTION_NAME)
     architecture = inspect_architecture(read_model_config(model.name_or_path))
     help_layers(shared, architecture)
-    target = TargetModel(shared, kv_shapes=architecture.kv_shapes)
+    target = TargetModel(shared, architecture=architecture)
     pin_rotary(shared, target.max_model_len)
     use_float32_head(shared)
     drop_padding(target.config)
@@ -353,7 +355,8 @@ def _load_parts(
         return None
 
     def make_model() -> Any:
-        return use_latents(auto_class(config).from_config(config, dtype=passes, attn_implementation=ATTENTION_NAME))
+        model = auto_class(config).from_config(config, dtype=passes, attn_implementation=ATTENTION_NAME)
+        return use_states(use_latents(model))
 
     if shard is None:
         model = _load_packed(make_model, files, passes, to_bytes)
@@ -424,14 +427,14 @@ def _check_attention(target: TargetModel) -> Tensor:
     name = type(target.model).__name__
     kv_cache = target.new_kv_cache(4)
     logits = _logits(target, kv_cache, [_sequence(1, 2, 0), _sequence(2, 2, 2)], last_only=True)
-    if len(logits) != 2 or not all(bool(keys.any()) for keys in kv_cache.keys):
+    if len(logits) != 2 or not all(bool(keys.any()) for keys in kv_cache.keys if keys.numel()):
         raise CheckpointError(f"{name} does not use transformers' attention interface in every layer; Eyas cannot serve it")
     _check_finite(target, logits)
     return logits
 
 
 def _check_rows(target: TargetModel) -> None:
-    """Raises CheckpointError if rows depend on others outside attention, as in pooling, convolutions and recurrences.
+    """Raises CheckpointError if rows depend on others outside attention and known recurrent layers, as in pooling.
 
     A router may be so near a tie that rounding sends a row to another expert. That is chance, and not so with other tokens,
     while layers that mix rows do it with all: each row must pass once.
@@ -442,8 +445,8 @@ def _check_rows(target: TargetModel) -> None:
         if not target.on_any_rank(bool(moved.any())):
             return
     raise CheckpointError(
-        f"{type(target.model).__name__} mixes rows outside attention, as pooling, convolutions and recurrences do. To serve "
-        "it, Eyas would need pools of states that branch with the tree; take another model"
+        f"{type(target.model).__name__} mixes rows outside attention, as pooling and unknown recurrences do. To serve it, "
+        "Eyas would need their functions over a draft tree; take another model"
     )
 
 
@@ -451,7 +454,9 @@ def _moved_rows(target: TargetModel, token: int) -> Tensor:
     """Return which rows' logits change with the sequence before theirs, or with how much of theirs a pass runs, bool [7]."""
     kv_cache = target.new_kv_cache(9)
     own, first, second = (_sequence(token + 3 * which, 3, 3 * which) for which in range(3))
-    packs = ([first, own], [second, own], [first, own.part(2, 3)])  # whose first two tokens are in their slots
+    own = own._replace(states=StateStep(START, 1, marks=((2, 2),)))
+    # the first two tokens of the last are in their slots, and the state behind them in row 2
+    packs = ([first, own], [second, own], [first, own.part(2, 3)._replace(states=StateStep(2, 1))])
     # Logits that are no numbers are not this check's.
     found = [torch.nan_to_num(_logits(target, kv_cache, pack), 0.0, 0.0, 0.0) for pack in packs]
     whole, beside, decoded = found[0], found[1][3:], found[2]

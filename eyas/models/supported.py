@@ -12,20 +12,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from eyas.cache.kv_cache import KVShape
+from eyas.cache.state_pools import StateShape
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import explained
 from eyas.models.layers.latent import latent_projection, use_latents
 from eyas.models.layers.numerics import pin_rotary
+from eyas.models.layers.recurrent import StateCall, use_states
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.text_part import architecture_class, auto_class, drop_padding, text_part
 
 RECORDING_ATTENTION = "eyas_recording"
 SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
+# Layers without attention or a state.
+PLAIN_LAYERS = {"mlp", "moe"}
 SUPPORTED_ARGUMENTS = {"scaling", "sliding_window", "softcap", "s_aux"}
 # What attention may be given and need not know. Models that do not slice their logits pass logits_to_keep on.
 IGNORED_ARGUMENTS = {"dropout", "position_ids", "cache_position", "logits_to_keep"}
 MAX_LAYERS_NAMED = 8
+NO_KEYS = KVShape(0, 0, 0)
 OWN_CODE = "attention code of its own for them"
 
 
@@ -66,13 +71,15 @@ class Architecture:
     """Architecture that a config builds.
 
     Attributes:
-        kv_shapes: keys and values of every layer.
+        kv_shapes: keys and values of every layer, of no heads in layers without attention.
+        states: of recurrent layers.
         tensors: the shape of every parameter.
         needs_relay: whether its layers keep keyword arguments from attention, see `relay_arguments`.
         windows: of layers whose mask says another window than the argument of attention, in tokens; None for none.
     """
 
     kv_shapes: list[KVShape]
+    states: Mapping[int, StateShape]
     tensors: Mapping[str, tuple[int, ...]]
     needs_relay: bool
     windows: Mapping[int, int | None]
@@ -80,16 +87,12 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Trace:
-    """Attention calls of a pass of two rows, and the model that ran it on the meta device."""
+    """Calls of attention and of recurrent functions in a pass of two rows, and the model that ran it on the meta device."""
 
     calls: list[AttentionCall]
+    states: list[StateCall]
     model: Any
     needs_relay: bool
-
-
-def measure_kv_shapes(config: Any) -> list[KVShape]:
-    """Return the keys and values of every layer, see `inspect_architecture`."""
-    return inspect_architecture(config).kv_shapes
 
 
 def inspect_architecture(config: Any) -> Architecture:
@@ -108,8 +111,10 @@ def inspect_architecture(config: Any) -> Architecture:
                 raise
             what = f"{_layers(range(num_layers))} do not attend to the text through transformers' interface"
             raise _refusal(name, what, OWN_CODE) from None
-    calls = sorted(trace.calls, key=lambda call: call.layer)
-    if missing := sorted(set(range(num_layers)) - {call.layer for call in calls}):
+    calls, states = sorted(trace.calls, key=lambda call: call.layer), _joined_states(trace.states)
+    _check_states(config, states)
+    has_nothing = [layer for layer, kind in enumerate(_layer_types(config)) if kind in PLAIN_LAYERS]
+    if missing := sorted(set(range(num_layers)) - {call.layer for call in calls} - states.keys() - set(has_nothing)):
         what = f"{_layers(missing)} do not attend to the text through transformers' interface"
         raise _refusal(name, what, OWN_CODE)
     if len({call.layer for call in calls}) < len(calls) or len(calls) > num_layers:
@@ -117,7 +122,34 @@ def inspect_architecture(config: Any) -> Architecture:
     _check_calls(name, calls)
     tensors = {own: tuple(weight.shape) for own, weight in trace.model.named_parameters()}
     windows = {call.layer: call.mask.window for call in calls if call.mask and call.mask.window != call.window}
-    return Architecture([call.shape for call in calls], tensors, trace.needs_relay, windows)
+    shapes = {call.layer: call.shape for call in calls}
+    kv_shapes = [shapes.get(layer, NO_KEYS) for layer in range(num_layers)]
+    return Architecture(kv_shapes, states, tensors, trace.needs_relay, windows)
+
+
+def _joined_states(calls: Sequence[StateCall]) -> dict[int, StateShape]:
+    """Return the state of each layer, whose convolution and recurrence are recorded one by one."""
+    found: dict[int, StateShape] = {}
+    for call in calls:
+        layer, shape = call.layer, call.shape
+        channels, width = (shape.channels, shape.width) if shape.channels else found[layer][4:]
+        found[layer] = shape._replace(channels=channels, width=width)
+    return found
+
+
+def _check_states(config: Any, states: Mapping[int, StateShape]) -> None:
+    """Raises CheckpointError for recurrent layers whose functions are not known, with their numbers."""
+    types, is_stateful = _layer_types(config), architecture_class(config)._is_stateful
+    missed = [layer for layer, kind in enumerate(types) if kind in RECURRENT_LAYERS and layer not in states]
+    if missed or (is_stateful and not states):
+        kinds = sorted({types[layer] for layer in missed})
+        where = f", {_layers(missed)}" if missed else ""
+        what = f"it has recurrent layers{_listed(kinds)}{where} of a kind that Eyas does not know"
+        raise _refusal(config.model_type, what, "their functions over a draft tree")
+
+
+def _layer_types(config: Any) -> list[str]:
+    return list(getattr(config.get_text_config(), "layer_types", None) or ())
 
 
 def _refusal(name: str, what: str, needed: str) -> CheckpointError:
@@ -134,19 +166,10 @@ def _check_architecture(config: Any) -> None:
     name, text = config.model_type, config.get_text_config()
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         raise CheckpointError(f"{name} is an encoder-decoder or cross-attends; Eyas serves decoder-only models")
-    types = list(getattr(text, "layer_types", None) or ())
-    unknown = sorted(set(types) - SUPPORTED_LAYERS)
-    recurrent = [kind for kind in unknown if kind in RECURRENT_LAYERS]
-    where = f", {_layers([layer for layer, kind in enumerate(types) if kind in unknown])}" if unknown else ""
-    if recurrent or architecture_class(config)._is_stateful:
-        raise _refusal(
-            name,
-            f"it has recurrent layers{_listed(recurrent)}{where}: their state cannot branch over a draft tree or be kept by "
-            "token slots",
-            "pools of states that branch with the tree",
-        )
-    if unknown:
-        what = f"it has layers of types that Eyas does not support:{_listed(unknown)}{where}"
+    types = _layer_types(config)
+    if unknown := sorted(set(types) - SUPPORTED_LAYERS - RECURRENT_LAYERS - PLAIN_LAYERS):
+        where = _layers([layer for layer, kind in enumerate(types) if kind in unknown])
+        what = f"it has layers of types that Eyas does not support:{_listed(unknown)}, {where}"
         raise _refusal(name, what, "a mask and keys of their kind")
 
 
@@ -161,21 +184,22 @@ def trace_attention(config: Any) -> Trace:
     drop_padding(bare)
     rows = torch.tensor([[0, 1]], device="meta")
 
-    def run(model: Any) -> list[AttentionCall]:
-        calls: list[AttentionCall] = []
+    def run(model: Any, needs_relay: bool) -> Trace:
+        calls: list[AttentionCall | StateCall] = []
         # Without an attention_mask transformers would look for sequences in the values of the positions.
         model(input_ids=rows, attention_mask=rows, position_ids=rows, use_cache=False, logits_to_keep=rows[0, :1],
               calls=calls)  # fmt: skip
-        return calls
+        states = [call for call in calls if isinstance(call, StateCall)]
+        return Trace([call for call in calls if isinstance(call, AttentionCall)], states, model, needs_relay)
 
     with torch.device("meta"), torch.inference_mode(), _WithoutValues():
         model = auto_class(bare).from_config(bare, attn_implementation=RECORDING_ATTENTION, dtype=torch.bfloat16).eval()
-        pin_rotary(use_latents(model), 0)
+        pin_rotary(use_states(use_latents(model)), 0)
         try:
-            return Trace(run(model), model, needs_relay=False)
+            return run(model, needs_relay=False)
         except _UndeliveredError:
             relay_arguments(model, ("calls",))
-            return Trace(run(model), model, needs_relay=True)
+            return run(model, needs_relay=True)
 
 
 class _UndeliveredError(TypeError):

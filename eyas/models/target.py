@@ -7,7 +7,7 @@ width, T layers whose hidden states are collected.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVShape
+from eyas.cache.state_pools import StatePools, StateShape
+from eyas.cache.states import StateSizes
 from eyas.config.target_limits import EXPERT_COUNTS
 from eyas.errors import CheckpointError, ConfigError
 from eyas.kernels.arguments import KVScales
@@ -25,7 +27,7 @@ from eyas.models.backends.packed_weights import (
 )
 from eyas.models.checkpoint import Checkpoint, read_kv_scales
 from eyas.models.heads.layers import E4M3_CAPABILITY
-from eyas.models.hidden_states import FINAL_NORM_OUTPUT, StateHooks
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT, StateHooks, final_norm
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.layers.attention import kv_sources
 from eyas.models.parallel.shards import (
@@ -34,8 +36,10 @@ from eyas.models.parallel.shards import (
     shares_vocabulary,
     splits_heads,
 )
-from eyas.models.supported import measure_kv_shapes
+from eyas.models.supported import Architecture, inspect_architecture
 
+# States for checks.
+FEW_STATES = StateSizes(8, 64)
 # What `forward` gives to attention through the model's layers.
 PASS_ARGUMENTS = ("packed", "kv_cache")
 
@@ -61,7 +65,7 @@ class TargetModel:
 
     Args:
         shard: the part of the model that this process holds.
-        kv_shapes: of the whole model; None measures them.
+        architecture: of the whole model; None measures it.
         hooks: of another target on the same model.
     """
 
@@ -70,7 +74,7 @@ class TargetModel:
         model: Any,
         aux_hidden_state_layers: Sequence[int] = (),
         shard: Shard | None = None,
-        kv_shapes: Sequence[KVShape] | None = None,
+        architecture: Architecture | None = None,
         hooks: StateHooks | None = None,
     ) -> None:
         self.model: Any = model.eval()
@@ -83,7 +87,7 @@ class TargetModel:
         self.vocab_size = int(self.config.vocab_size)
         self.max_model_len = int(self.config.max_position_embeddings)
         self.eos_ids = _eos_ids(model)
-        self._whole_kv_shapes = kv_shapes
+        self._whole = architecture
         self.kv_scales: Sequence[KVScales] = ()  # of keys and values with 8 bits, by layer; empty for 1
         self.kv_dtype: torch.dtype | None = None  # of keys and values, if not `dtype`
         self._num_ranks = shard.size if shard else 1
@@ -98,7 +102,7 @@ class TargetModel:
     def with_features(self, aux_hidden_state_layers: Sequence[int] = ()) -> TargetModel:
         """Another target on the same weights and scales, which collects these layers. Only for a whole model on one rank."""
         assert self._num_ranks == 1, "ranks share one target"
-        other = TargetModel(self.model, aux_hidden_state_layers, kv_shapes=self._whole_kv_shapes, hooks=self._hooks)
+        other = TargetModel(self.model, aux_hidden_state_layers, architecture=self._architecture, hooks=self._hooks)
         other.kv_scales = self.kv_scales
         return other
 
@@ -107,10 +111,10 @@ class TargetModel:
         for a model whose layers cannot be hooked.
         """
         decoder = self.model.get_decoder()
-        if layers and not (hasattr(decoder, "layers") and hasattr(decoder, "norm")):
+        if layers and not (hasattr(decoder, "layers") and final_norm(decoder) is not None):
             raise CheckpointError(
                 f"the draft head reads hidden states of the target, but {type(decoder).__name__} does not show its layers "
-                "and its final norm as `layers` and `norm`; take a draft model or lookups, or another target"
+                "as `layers` and its final norm by a known name; take a draft model or lookups, or another target"
             )
         num_layers = len(decoder.layers) if layers else 0
         for layer in layers:
@@ -154,11 +158,14 @@ class TargetModel:
         dist.all_reduce(verdict, dist.ReduceOp.MAX)
         return bool(verdict)
 
-    def new_kv_cache(self, num_slots: int, feature_width: int = 0) -> KVCache:
-        """Return an empty KV cache of this rank's heads."""
+    def new_kv_cache(self, num_slots: int, feature_width: int = 0, states: StateSizes = FEW_STATES) -> KVCache:
+        """Return an empty KV cache of this rank's heads, with `states` for recurrent layers."""
         shapes, scales = self.kv_shapes, self.kv_scales
         sources = kv_sources(self.config)
-        return KVCache(num_slots, shapes, feature_width, self.dtype, self.device, self.kv_dtype, scales, sources)
+        kv_cache = KVCache(num_slots, shapes, feature_width, self.dtype, self.device, self.kv_dtype, scales, sources)
+        if self.state_shapes:
+            kv_cache.recurrent = StatePools(self.state_shapes, states, self.dtype, self.device)
+        return kv_cache
 
     def set_kv_cache_dtype(self, name: str) -> None:
         """Keep keys and values as `engine.kv_cache_dtype` says in KV caches that are made from now on.
@@ -181,13 +188,27 @@ class TargetModel:
     @cached_property
     def kv_shapes(self) -> list[KVShape]:
         """Return the keys and values of every layer; the heads of this rank."""
-        shapes = self._whole_kv_shapes or measure_kv_shapes(self.model.config)
-        return [shape._replace(num_heads=max(1, shape.num_heads // self._num_head_ranks)) for shape in shapes]
+        shapes, ranks = self._architecture.kv_shapes, self._num_head_ranks
+        return [shape._replace(num_heads=max(min(1, shape.num_heads), shape.num_heads // ranks)) for shape in shapes]
+
+    @property
+    def state_shapes(self) -> Mapping[int, StateShape]:
+        """Return the states of recurrent layers. Every rank has all of their heads."""
+        return self._architecture.states
+
+    @cached_property
+    def _architecture(self) -> Architecture:
+        return self._whole or inspect_architecture(self.model.config)
 
     @property
     def heads_per_kv(self) -> int:
         """Query heads of this rank that share a key-value head."""
-        return int(self.config.num_attention_heads) // self._num_head_ranks // self.kv_shapes[0].num_heads
+        return int(self.config.num_attention_heads) // self._num_head_ranks // self.num_kv_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Key-value heads of this rank in the first layer that attends."""
+        return next((shape.num_heads for shape in self.kv_shapes if shape.num_heads), 1)
 
     @property
     def is_mixture_of_experts(self) -> bool:

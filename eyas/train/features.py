@@ -22,7 +22,7 @@ from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, Checkpoint, WeightFiles, check_layers, explained, resolve
 from eyas.models.heads.eagle_config import read_rotary
 from eyas.models.heads.layers import LayerSizes, read_layer_sizes
-from eyas.models.hidden_states import FINAL_NORM_OUTPUT
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT, final_norm
 from eyas.models.layers.attention import import_transformers
 from eyas.models.loading import read_model_config, stored_names, target_of
 from eyas.models.parallel.shards import weightless_model
@@ -140,7 +140,7 @@ class OnlineTarget:
         for layer in set(layers) - {FINAL_NORM_OUTPUT}:
             if not 0 <= layer <= num_layers:
                 raise CheckpointError(f"head.target_layer_ids holds {layer - 1}, but {model} has {num_layers} layers")
-            module = decoder.layers[layer] if layer < num_layers else decoder.norm
+            module = decoder.layers[layer] if layer < num_layers else final_norm(decoder)
             module.register_forward_pre_hook(lambda module, args, layer=layer: self._kept.__setitem__(layer, args[0]))
         if is_sharded and sharded is None:
             _shard_decoder(decoder, device)

@@ -15,13 +15,13 @@ from eyas.errors import CheckpointError
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.layers.attention import register_attention
 from eyas.models.loading import load_target
-from eyas.models.supported import inspect_architecture, measure_kv_shapes
+from eyas.models.supported import inspect_architecture
 from tests.models.test_target import expected, make_kv_cache, run, segment
 from tests.support.families import config_of, write_model, write_wrapped
 from tests.support.family_configs import (
-    CONV,
     ENCODER,
     FAMILIES,
+    HYBRIDS,
     LONG,
     MORE_FAMILIES,
     NEEDED,
@@ -56,18 +56,19 @@ def test_an_unsupported_model_is_rejected_without_weights(model_type: str, reaso
 
 
 def test_a_refused_text_part_is_named_with_its_wrapper(tmp_path: Path) -> None:
-    AutoConfig.for_model("lfm2_vl", text_config=config_of("lfm2", **CONV).to_dict()).save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"text part of lfm2_vl: lfm2: it has recurrent layers conv, layers \[0, 2\]"):
+    text = config_of("qwen4_exp_text", **REFUSED["qwen4_exp_text"][1])
+    AutoConfig.for_model("qwen4_exp", text_config=text.to_dict()).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"text part of qwen4_exp: qwen4_exp_text: it has layers of types .* \[2\]"):
         load_target(str(tmp_path))
 
 
 def test_every_family_of_transformers_is_in_a_table() -> None:
     kinds = {kind for kind, _ in FAMILIES.values()}
-    tables = [kinds, MORE_FAMILIES, WRAPPED, REFUSED, SAME_AS, NOT_JUDGED]
+    tables = [kinds, MORE_FAMILIES, HYBRIDS, WRAPPED, REFUSED, SAME_AS, NOT_JUDGED]
     named = [kind for table in tables for kind in table]
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(named) == set(), "say of each whether it is served"
     assert len(named) == len(set(named)), "in one table only"
-    assert set(SAME_AS.values()) <= kinds | set(MORE_FAMILIES) | set(REFUSED)
+    assert set(SAME_AS.values()) <= kinds | set(MORE_FAMILIES) | set(HYBRIDS) | set(REFUSED)
 
 
 def test_cross_attention_layers_are_refused_by_number(tmp_path: Path) -> None:
@@ -76,14 +77,14 @@ def test_cross_attention_layers_are_refused_by_number(tmp_path: Path) -> None:
     text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 48,
             "num_key_value_heads": 2, "cross_attention_layers": [1], "pad_token_id": 2}  # fmt: skip
     with pytest.raises(CheckpointError, match=r"layers \[1\] do not attend to the text"):
-        measure_kv_shapes(MllamaConfig(text_config=text))
+        inspect_architecture(MllamaConfig(text_config=text))
 
 
 def test_shapes_are_measured_layer_by_layer() -> None:
     kind, settings = FAMILIES["gemma-4"]
     config = config_of(kind, **{**settings, "attention_k_eq_v": True})
-    assert measure_kv_shapes(config) == [KVShape(2, 8, 8), KVShape(1, 16, 16), KVShape(1, 16, 16)]
-    assert measure_kv_shapes(config_of("mistral", head_dim=None)) == [KVShape(2, 8, 8)] * 3
+    assert inspect_architecture(config).kv_shapes == [KVShape(2, 8, 8), KVShape(1, 16, 16), KVShape(1, 16, 16)]
+    assert inspect_architecture(config_of("mistral", head_dim=None)).kv_shapes == [KVShape(2, 8, 8)] * 3
 
 
 @pytest.mark.parametrize(("context", "length"), [(0, 80), (0, 200), (64, 60)])

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from eyas.api.request import Request, SamplingParams
+from eyas.cache.states import START, StateStep
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
 from eyas.models.layers.latent import use_latents
+from eyas.models.layers.recurrent import use_states
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.loading import load_target, read_model_config
 from eyas.models.parallel.shards import Shard, shard_model
@@ -59,14 +61,16 @@ def tree_segment(visible: Any = None) -> Segment:
     count = len(NODES)
     mask = NODES.ancestor_mask() if visible is None else visible
     depths = len(PREFIX) + np.array(NODES.depths)
-    return Segment(np.array(NODES.tokens), depths, SLOTS[60 : 60 + count], SLOTS[: len(PREFIX)], mask, np.arange(count))
+    rows, states = np.arange(count), StateStep(2, 3, stash=5)
+    return Segment(np.array(NODES.tokens), depths, SLOTS[60 : 60 + count], SLOTS[: len(PREFIX)], mask, rows, states=states)
 
 
 def check_exact(target: TargetModel, folder: str) -> None:
     """Chunks, ragged rows and each node of a tree equal transformers' own forward over the same tokens."""
     kv_cache = make_kv_cache(target)
-    first = run(target, [segment(PREFIX[:20], 0, SLOTS[:20], SLOTS[:0])], kv_cache)
-    rest = [segment(PREFIX[20:], 20, SLOTS[20:37], SLOTS[:20]), segment(PROMPTS[0], 0, SLOTS[50:53], SLOTS[:0])]
+    first = run(target, [segment(PREFIX[:20], 0, SLOTS[:20], SLOTS[:0], StateStep(START, 1))], kv_cache)
+    second_half = segment(PREFIX[20:], 20, SLOTS[20:37], SLOTS[:20], StateStep(1, 2))
+    rest = [second_half, segment(PROMPTS[0], 0, SLOTS[50:53], SLOTS[:0])]
     second = run(target, rest, kv_cache)
     (nodes,) = run(target, [tree_segment()], kv_cache)
     torch.testing.assert_close(torch.cat([first[0], second[0]]), expected(folder, PREFIX), atol=1e-4, rtol=1e-4)
@@ -131,7 +135,7 @@ def test_wrong_masks_and_windows_show_in_logits(kind: str, tmp_path: Path) -> No
     folder = write(kind, tmp_path)
     target = load_target(folder)
     kv_cache = make_kv_cache(target)
-    run(target, [segment(PREFIX, 0, SLOTS[:37], SLOTS[:0])], kv_cache)
+    run(target, [segment(PREFIX, 0, SLOTS[:37], SLOTS[:0], StateStep(START, 2))], kv_cache)
     (right,) = run(target, [tree_segment()], kv_cache)
     mutant = np.array(NODES.ancestor_mask())
     mutant[3, [1, 2]] = mutant[3, [2, 1]]  # node 3 sees its parent's sibling
@@ -172,11 +176,11 @@ def rank_of(folder: str, rank: int) -> TargetModel:
     register_attention()
     config = read_model_config(folder)
     model: Any = auto_class(config).from_pretrained(folder, config=config, attn_implementation=ATTENTION_NAME)
-    use_latents(model)
+    use_states(use_latents(model))
     architecture, shard = inspect_architecture(config), Shard(rank, 2)
     set_windows(model, architecture.windows)
     if architecture.needs_relay:
         relay_arguments(model, PASS_ARGUMENTS)
     shard_model(model, shard, [shape.num_heads for shape in architecture.kv_shapes])
     drop_padding(model.config)
-    return TargetModel(model, shard=shard, kv_shapes=architecture.kv_shapes)
+    return TargetModel(model, shard=shard, architecture=architecture)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.cache.kv_cache import KVCache
+from eyas.cache.states import StateStep
 from eyas.device.transfer import Ints
 from eyas.errors import CheckpointError
 from eyas.models.inputs import Segment, pack
@@ -19,9 +20,10 @@ from tests.support.reference import load_reference
 from tests.support.strategies import trees
 
 
-def segment(tokens: list[int], start: int, slots: Ints, prefix: Ints) -> Segment:
+def segment(tokens: list[int], start: int, slots: Ints, prefix: Ints, states: StateStep | None = None) -> Segment:
     ids = np.array(tokens, dtype=np.int64)
-    return Segment(ids, np.arange(start, start + len(ids)), slots, prefix, None, np.arange(len(ids)))
+    positions, wanted = np.arange(start, start + len(ids)), np.arange(len(ids))
+    return Segment(ids, positions, slots, prefix, None, wanted, states=states)
 
 
 def run(target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> list[torch.Tensor]:
@@ -30,7 +32,7 @@ def run(target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> list
 
 
 def make_kv_cache(target: TargetModel, num_slots: int = 400) -> KVCache:
-    return KVCache(num_slots, target.kv_shapes, 0, target.dtype, target.device)
+    return target.new_kv_cache(num_slots)
 
 
 @torch.inference_mode()

@@ -187,7 +187,35 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 # Every served family by model type.
-SERVED: dict[str, dict[str, Any]] = dict(FAMILIES.values()) | MORE_FAMILIES
+# Layers whose state branches with the tree, by model type: settings beside the tiny ones.
+_TYPES = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_DELTA = {**_TYPES, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+          "linear_value_head_dim": 8}  # fmt: skip
+_DELTA_EXPERTS = {**_DELTA, **EXPERTS, **WIDE, "num_experts": 4, "moe_intermediate_size": 16,
+                  "shared_expert_intermediate_size": 16}  # fmt: skip
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16}
+_LATENT_EXPERTS = {**LATENT, **EXPERTS, "q_lora_rank": None, "num_local_experts": 4, "moe_intermediate_size": 16,
+                   "n_group": 2, "topk_group": 1, "mlp_layer_types": ["dense", "sparse", "sparse"]}  # fmt: skip
+CONV = {"layer_types": ["conv", "full_attention", "conv"]}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": {**_TYPES, **_LATENT_EXPERTS, "head_dim": 8},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 32, "mamba_rms_norm": True, "ssm_in_multiplier": 0.7},
+    "granitemoehybrid": {**_TYPES, **_MAMBA, **GRANITE, **EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 16},
+    "kimi_linear": {**_TYPES, **_LATENT_EXPERTS, "linear_head_dim": 8, "linear_num_heads": 4},
+    "lfm2": CONV,
+    "lfm2_moe": {**CONV, **EXPERTS, "num_experts": 4, "num_dense_layers": 1, "moe_intermediate_size": 16},
+    "lfm3": WIDE,
+    "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
+                   "head_dim": 8, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
+                   "chunk_size": 16, "n_routed_experts": 4, "moe_intermediate_size": 16,
+                   "moe_shared_expert_intermediate_size": 16, "num_hidden_layers": 5},
+    "olmo_hybrid": {**_DELTA, "linear_num_key_heads": 4, "linear_allow_neg_eigval": True},
+    "qwen3_5_moe_text": _DELTA_EXPERTS,
+    "qwen3_5_text": {**_DELTA, **WIDE},
+    "qwen3_next": {**_DELTA_EXPERTS, "decoder_sparse_step": 1},
+}  # fmt: skip
+SERVED: dict[str, dict[str, Any]] = dict(FAMILIES.values()) | MORE_FAMILIES | HYBRIDS
 
 MROPE = rope("default", mrope_section=[1, 1, 2])
 SMALL_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
@@ -230,7 +258,7 @@ NOT_OVER_RANKS = {
 }  # fmt: skip
 # Families whose hidden states a draft head cannot read.
 NO_FEATURES = {
-    "biogpt", "ctrl", "gemma3n_text", "gpt2", "gpt_bigcode", "gpt_neox", "modernbert-decoder", "opt", "persimmon", "phi",
+    "biogpt", "ctrl", "gemma3n_text", "gpt2", "gpt_bigcode", "gpt_neox", "modernbert-decoder", "opt",
 }  # fmt: skip
 
 RECURRENT = "recurrent layers"
@@ -242,31 +270,29 @@ ONCE = "a layer attends more than once"
 ARGUMENTS = "attention arguments that Eyas does not support"
 # What Eyas would need to serve them, as refusals say; an encoder-decoder is out of its scope.
 NEEDED = {
-    RECURRENT: "pools of states that branch with the tree",
+    RECURRENT: "their functions over a draft tree",
     NO_INTERFACE: "attention code of its own for them",
     BOTH_WAYS: "tokens that are all known before the pass",
     ONCE: "several sets of keys for a layer",
     ARGUMENTS: "the meaning of these arguments in its attention",
     **{OTHER_LAYERS.format(kind): "a mask and keys of their kind" for kind in (
-        "chunked_attention", "indexed_attention", "minimax_m3_sparse",
+        "chunked_attention", "heavily_compressed_attention", "indexed_attention", "minimax_m3_sparse",
     )},
 }  # fmt: skip
 SOME_LINEAR = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
-CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 # Families that are refused: what the refusal says, and settings beside the tiny ones. None: no tiny config exists.
 REFUSED: dict[str, tuple[str, dict[str, Any] | None]] = {
     **{kind: (RECURRENT, {}) for kind in (
-        "bailing_hybrid", "deepseek_v4", "falcon_h1", "falcon_mamba", "inkling2_text", "inkling_text", "kimi_linear", "lfm3",
-        "mamba", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen4_exp_text", "recurrent_gemma", "xlstm", "zamba",
-        "zaya",
+        "falcon_mamba", "inkling2_text", "inkling_text", "mamba", "recurrent_gemma", "xlstm", "zaya",
     )},
-    **dict.fromkeys(("bamba", "granitemoehybrid", "mamba2", "zamba2"), (RECURRENT, None)),
+    "mamba2": (RECURRENT, None),
+    "zamba": (NO_INTERFACE, {}),
+    "zamba2": (ONCE, None),
+    "deepseek_v4": (OTHER_LAYERS.format("heavily_compressed_attention"), {}),
+    "qwen4_exp_text": (OTHER_LAYERS.format("indexed_attention"),
+                       {"layer_types": ["linear_attention", "linear_attention", "indexed_attention"]}),
     "jamba": (RECURRENT, {"attn_layer_period": 2, "attn_layer_offset": 1}),
-    "lfm2": (RECURRENT, CONV),
-    "lfm2_moe": (RECURRENT, {**CONV, **EXPERTS, "num_experts": 4}),
     "minimax": (RECURRENT, SOME_LINEAR),
-    "olmo_hybrid": (RECURRENT, SOME_LINEAR),
-    "qwen3_next": (RECURRENT, SOME_LINEAR),
     "rwkv": (RECURRENT, {"attention_hidden_size": 32}),
     **{kind: (OTHER_LAYERS.format("indexed_attention"), {}) for kind in (
         "axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4",

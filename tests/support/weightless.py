@@ -33,7 +33,7 @@ from eyas.models.layers.attention import ATTENTION_NAME, register_attention
 from eyas.models.layers.fused import fuse_layers
 from eyas.models.layers.numerics import use_float32_head
 from eyas.models.parallel.shards import Shard, shard_model
-from eyas.models.supported import measure_kv_shapes
+from eyas.models.supported import inspect_architecture
 from eyas.models.target import TargetModel
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from tests.support.devices.launches import META
@@ -90,10 +90,10 @@ def weightless(config: Any, shard: Shard | None = None) -> TargetModel:
     num_layers = config.num_hidden_layers
     with torch.device(META):
         model = architecture.from_config(config, dtype=torch.bfloat16)
-        shapes = measure_kv_shapes(config)
+        found = inspect_architecture(config)
         if shard is not None:
-            shard_model(model, shard, [shape.num_heads for shape in shapes])
-        target = TargetModel(model, (0, num_layers // 2, num_layers - 1), shard, shapes)
+            shard_model(model, shard, [shape.num_heads for shape in found.kv_shapes])
+        target = TargetModel(model, (0, num_layers // 2, num_layers - 1), shard, found)
     use_float32_head(target.model)
     assert fuse_layers(target.model)
     return target

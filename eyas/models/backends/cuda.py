@@ -80,7 +80,7 @@ def build_backend(
     if target.on_any_rank(bool(reason)):
         where = f"here {reason}" if reason else "another rank cannot"
         raise ConfigError(f"rank 0 takes the kernel for attention, but {where}; install the same on every rank")
-    tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.kv_shapes[0].num_heads)
+    tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.num_kv_heads)
     tiling = replace(tiling, longest=target.max_model_len, fixed_part=FIXED_PART if plan.batch_invariant else 0)
     limits = plan.limits
     memory = SlotMemory(limits.segments, min(limits.prefix // limits.segments, kv_cache.scratch), target.device)
@@ -177,9 +177,11 @@ def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_k
 
 def why_no_kernel(target: TargetModel) -> str:
     """Return why the kernel cannot serve a target; empty if it can."""
+    if target.state_shapes:
+        return "it has recurrent layers, which graphs do not hold"
     if any(shape.is_latent for shape in target.kv_shapes):
         return "it has latent attention, which the kernel does not know"
-    num_heads = target.heads_per_kv * target.kv_shapes[0].num_heads
+    num_heads = target.heads_per_kv * target.num_kv_heads
     layouts = {(shape.width, num_heads // shape.num_heads) for shape in target.kv_shapes}
     return next(filter(None, (why_no_kernel_for(*layout, target.dtype) for layout in sorted(layouts))), "")
 

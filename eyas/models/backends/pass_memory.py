@@ -59,7 +59,7 @@ class PassSizes:
         experts = int(getattr(config, "moe_intermediate_size", None) or dense) if target.is_mixture_of_experts else 0
         top_k = int(getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1)
         mlp, pairs = max(dense, experts * top_k), top_k * (experts + hidden) if experts else 0
-        heads, num_aux = target.heads_per_kv * shapes[0].num_heads, len(target.aux_hidden_state_layers)
+        heads, num_aux = target.heads_per_kv * target.num_kv_heads, len(target.aux_hidden_state_layers)
         own_logits = keeps_logits(target.model)
         itemsize = target.dtype.itemsize
         return cls(target.vocab_size, hidden, mlp, heads, kv_heads, width, itemsize, num_aux, own_logits, pairs)
@@ -144,7 +144,7 @@ def reserved_bytes(target: TargetModel, plan: BackendPlan, engine: EngineConfig)
     if target.device.type != "cuda":
         return 0
     limits, sizes = plan.limits, PassSizes.of(target)
-    tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.kv_shapes[0].num_heads)
+    tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.num_kv_heads)
     if plan.batch_invariant:
         longest = engine.max_model_len or target.max_model_len
         tiling = replace(tiling, longest=longest, fixed_part=FIXED_PART)

@@ -234,11 +234,11 @@ def load_mtp_head(
     modules = list[MtpModule]()
     read = cache(target.tensor)
     for number in range(found.count):
-        model, shapes = _load_module(MtpFiles(checkpoint, target, found, number, read), config, dtype, device, shared)
+        model, architecture = _load_module(MtpFiles(checkpoint, target, found, number, read), config, dtype, device, shared)
         if quantization:
             quantise_head(model, torch.device(device))
         adapt_model(model, getattr(torch, dtype), int(config.max_position_embeddings))
-        shared = shared or TargetModel(model, kv_shapes=shapes)
+        shared = shared or TargetModel(model, architecture=architecture)
         modules.append(MtpModule(model, model.mtp_inputs, number))
     assert shared is not None, "there is a module"
     return MtpHead(shared, modules, wiring)
@@ -246,8 +246,8 @@ def load_mtp_head(
 
 def _load_module(
     files: MtpFiles, config: Any, dtype: str, device: str, shared: TargetModel | None
-) -> tuple[Any, list[KVShape]]:
-    """Return a causal LM of a module's layer, with what stands before it as `mtp_inputs`; and the shape of its keys.
+) -> tuple[Any, Architecture]:
+    """Return a causal LM of a module's layer, with what stands before it as `mtp_inputs`; and its architecture.
 
     shared: has the embedding and output head, for modules after the first.
     """
@@ -259,7 +259,7 @@ def _load_module(
         model.set_output_embeddings(shared.model.get_output_embeddings())
     # a part of the model, so that it moves and is packed with it
     model.mtp_inputs = files.inputs(model.get_decoder().norm, int(own.hidden_size)).to(getattr(torch, dtype))
-    return model.to(torch.device(device)), architecture.kv_shapes
+    return model.to(torch.device(device)), architecture
 
 
 def stated_wiring(checkpoint: Checkpoint) -> HeadWiring:

@@ -15,12 +15,13 @@ from typing import get_args
 import numpy as np
 
 from eyas.cache.prefix_cache import TableId, TableRows
+from eyas.cache.states import NO_STATES, StateSizes, StateStep
 from eyas.config.engine import KVCacheDtype
 from eyas.device.transfer import Ints
 from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.backends.base import BackendKind, BackendPlan
 from eyas.models.backends.cuda_graphs import CaptureLimits
-from eyas.models.inputs import Segment, SegmentRows, TreeSegments, noise_keys_of, prefixes_of, tables_of
+from eyas.models.inputs import Segment, SegmentRows, TreeSegments, noise_keys_of, prefixes_of, states_of, tables_of
 from eyas.protocol.commit import NoiseKey
 
 # Of a segment: row of its table, kept and new slots, rows, wanted logits, whether it has a mask; 0 without a noise key, 1
@@ -30,15 +31,18 @@ KV_CACHE_DTYPES: tuple[KVCacheDtype, ...] = get_args(KVCacheDtype)
 # What a rank other than 0 draws with.
 _KEY = np.dtype([("seed", "<u8"), ("temperature", "<f8"), ("top_k", "<i4")])
 _NO_FILTERS = (NoiseKey(0).top_p, NoiseKey(0).min_p)
-FORWARD, INIT_KV_CACHE = 0, 1
+FORWARD, INIT_KV_CACHE, FORWARD_STATES = 0, 1, 2
+# Of a segment's StateStep: read, write and stashed rows, how many are pending, and marks.
+STATE_INTS = 5
 
 
 @dataclass(frozen=True)
 class InitKVCache:
-    """Allocate `num_slots` slots for keys and values, drop those before, and build the planned backend."""
+    """Allocate slots for keys and values and rows for states, drop those before, and build the planned backend."""
 
     num_slots: int
     plan: BackendPlan
+    states: StateSizes = NO_STATES
 
 
 # Segments are those of a forward pass to run.
@@ -59,7 +63,8 @@ class CommandEncoder:
             plan, limits = command.plan, command.plan.limits
             self._tables = TableRows(limits.segments)
             dtype = KV_CACHE_DTYPES.index(plan.kv_cache_dtype)
-            values = [INIT_KV_CACHE, command.num_slots, plan.kind, dtype, limits.rows, limits.segments, limits.prefix]
+            values = [INIT_KV_CACHE, command.num_slots, *command.states, plan.kind, dtype, limits.rows, limits.segments,
+                      limits.prefix]  # fmt: skip
             return np.array(values).astype("<i4").tobytes()
         if not command:
             return np.array([FORWARD, 0], "<i4").tobytes()
@@ -77,7 +82,9 @@ class CommandEncoder:
         filters_of_keys = [_NO_FILTERS if key is None else (key.top_p, key.min_p) for key in keys]
         headers[6] = [(key is not None) + (own != _NO_FILTERS) for key, own in zip(keys, filters_of_keys, strict=True)]
         filters = np.array([own for own in filters_of_keys if own != _NO_FILTERS], "<f8").ravel().view("<i4")
-        parts = [[FORWARD, len(command)], headers.ravel(), *new, packed.tokens, packed.positions, packed.slots]
+        states = _state_ints(states_of(command))
+        kind = FORWARD_STATES if len(states) else FORWARD
+        parts = [[kind, len(command)], states, headers.ravel(), *new, packed.tokens, packed.positions, packed.slots]
         ints = np.concatenate([*parts, packed.logits_indices, noise, filters]).astype("<i4")
         return ints.tobytes() + _mask_bits(command, packed.counts)
 
@@ -95,15 +102,19 @@ class CommandDecoder:
         kind, count = np.frombuffer(message, "<i4", 2).tolist()
         if kind == INIT_KV_CACHE:
             self._tables.clear()
-            _, num_slots, kind, dtype, *limits = np.frombuffer(message, "<i4").tolist()
+            _, num_slots, rows, stashed, kind, dtype, *limits = np.frombuffer(message, "<i4").tolist()
             plan = BackendPlan(BackendKind(kind), CaptureLimits(*limits), kv_cache_dtype=KV_CACHE_DTYPES[dtype])
-            return InitKVCache(num_slots, plan)
+            return InitKVCache(num_slots, plan, StateSizes(rows, stashed))
         if not count:
             return []
-        headers = np.frombuffer(message, "<i4", HEADER_INTS * count, 8).reshape(HEADER_INTS, count).astype(np.int64)
+        states: list[StateStep | None] = [None] * count
+        start = 8
+        if kind == FORWARD_STATES:
+            states, start = _read_states(message, count, start)
+        headers = np.frombuffer(message, "<i4", HEADER_INTS * count, start).reshape(HEADER_INTS, count).astype(np.int64)
         table_rows, kept, added, rows, logits, masked, keyed = headers
         sizes = np.concatenate([added, rows, rows, rows, logits])
-        start = 8 + headers.size * 4
+        start += headers.size * 4
         ints = np.frombuffer(message, "<i4", int(sizes.sum()), start).astype(np.int64)
         ints[len(ints) - int(logits.sum()) :] -= np.repeat(rows.cumsum() - rows, logits)  # count within each segment
         parts = np.split(ints, np.cumsum(sizes)[:-1])
@@ -123,7 +134,7 @@ class CommandDecoder:
         kinds = keyed.tolist()
         own_keys = [NoiseKey(*next(key), *(next(own_filters) if kind == 2 else ())) if kind else None for kind in kinds]
         ids = [table.id for table in tables]
-        fields = (tokens, positions, slots, prefixes, masks, logits_indices, own_keys, [NO_SLOTS] * count, ids)
+        fields = (tokens, positions, slots, prefixes, masks, logits_indices, own_keys, [NO_SLOTS] * count, ids, states)
         return [Segment(*own) for own in zip(*fields, strict=True)]
 
 
@@ -145,6 +156,32 @@ class ReceivedTable:
             self._slots = grown
         self._slots[kept : self._length] = new
         return self._slots[: self._length]
+
+
+def _state_ints(states: Sequence[StateStep | None]) -> Ints:
+    """Return the steps of all segments of a pass over recurrent layers; nothing for other targets."""
+    steps = [step for step in states if step is not None]
+    if len(steps) < len(states):
+        return NO_SLOTS
+    headers = [(s.read, s.write, s.stash, len(s.pending), len(s.marks)) for s in steps]
+    marks = np.array([mark for step in steps for mark in step.marks], np.int64)
+    return np.concatenate([np.array(headers).ravel(), *(step.pending for step in steps), marks.ravel()])
+
+
+def _read_states(message: bytes, count: int, start: int) -> tuple[list[StateStep | None], int]:
+    """Return the steps of the segments of a message, and where what follows them begins."""
+    headers = np.frombuffer(message, "<i4", STATE_INTS * count, start).reshape(count, STATE_INTS)
+    start += headers.nbytes
+    pending = np.frombuffer(message, "<i4", int(headers[:, 3].sum()), start).astype(np.int64)
+    start += 4 * len(pending)
+    marks = np.frombuffer(message, "<i4", 2 * int(headers[:, 4].sum()), start).reshape(-1, 2)
+    paths = np.split(pending, headers[:, 3].cumsum()[:-1])
+    kept = np.split(marks, headers[:, 4].cumsum()[:-1])
+    steps: list[StateStep | None] = [
+        StateStep(read, write, path, stash, tuple((after, row) for after, row in own.tolist()))
+        for (read, write, stash, _, _), path, own in zip(headers.tolist(), paths, kept, strict=True)
+    ]
+    return steps, start + marks.nbytes
 
 
 def _mask_bits(segments: Sequence[Segment], counts: Ints) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eyas.models.layers.latent import LatentProjection
+from eyas.models.layers.latent import latent_projection
 
 # By class, below the decoder. Experts of gpt-oss hold their weights transposed, gate_up [E, C, 2 I] and down [E, I, C].
 # Gates and ups take turns in gate_up: a contiguous part of it holds whole pairs, where halves would part them.
@@ -29,17 +29,20 @@ OWN_PLANS: dict[str, dict[str, str]] = {
 
 # Latent attention by heads, which some plans leave whole. Every rank has all latents.
 LATENT_PLAN = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.q_b_proj": "colwise",
-    "layers.*.self_attn.kv_b_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
+    "q_proj": "colwise",
+    "q_b_proj": "colwise",
+    "kv_b_proj": "colwise",
+    "g_proj": "colwise",
+    "o_proj": "rowwise",
 }
 
 
 def plan_of(model: Any) -> dict[str, str]:
     """Return the tensor-parallel plan of a causal LM; empty if there is none."""
     plan = dict(getattr(model, "tp_plan", None) or {})
-    own = OWN_PLANS.get(type(model).__name__, {})
-    if plan and any(isinstance(module, LatentProjection) for module in model.modules()):
-        own = LATENT_PLAN
-    return {f"{model.base_model_prefix}.{path}": style for path, style in own.items()} | plan
+    for path, style in OWN_PLANS.get(type(model).__name__, {}).items():
+        plan.setdefault(f"{model.base_model_prefix}.{path}", style)
+    if plan:
+        latent = [path for path, module in model.named_modules() if latent_projection(module)]
+        plan |= {f"{path}.{name}": style for path in latent for name, style in LATENT_PLAN.items()}
+    return plan

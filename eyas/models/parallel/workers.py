@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from eyas.errors import EyasError, Unavailable
-from eyas.models.backends.base import BackendPlan
 from eyas.models.inputs import Segment
 from eyas.models.parallel.commands import Command, CommandDecoder, CommandEncoder, InitKVCache
 
@@ -89,12 +88,12 @@ class TargetWorkers:
             threading.Thread(target=self._watch_connections, name="ranks", daemon=True).start()
             atexit.register(self.close)
 
-    def init_kv_cache(self, num_slots: int, plan: BackendPlan) -> AbstractContextManager[None]:
-        """Let the others allocate `num_slots` slots and build the planned backend; the body must do the same.
+    def init_kv_cache(self, command: InitKVCache) -> AbstractContextManager[None]:
+        """Let the others allocate slots and build the planned backend; the body must do the same.
 
         Earlier slots are dropped. Raises Unavailable if a rank is gone.
         """
-        return self._in_step(InitKVCache(num_slots, plan)) if self._connections else nullcontext()
+        return self._in_step(command) if self._connections else nullcontext()
 
     def forward(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
         """Let the others run a forward pass; the body must run the same. Raises Unavailable if a rank is gone.

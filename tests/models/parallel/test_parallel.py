@@ -35,6 +35,7 @@ from eyas.models.heads.eagle import load_fuser
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.inputs import Segment, pack
 from eyas.models.loading import load_target, read_model_config
+from eyas.models.parallel.commands import InitKVCache
 from eyas.models.parallel.shards import Shard, load_shard, shard_model, weightless_model
 from eyas.models.parallel.workers import RankInfo, TargetWorkers
 from eyas.models.target import TargetModel
@@ -139,7 +140,7 @@ def check_features(parts: Shared, target: str) -> None:
         (TargetWorkers(), load_target(target, aux_hidden_state_layers=parts.fuser.aux_hidden_state_layers)),
         (parts.ranks, parts.model),
     ):
-        with ranks.init_kv_cache(16, PLAN):
+        with ranks.init_kv_cache(InitKVCache(16, PLAN)):
             kv_cache = KVCache(16, model.kv_shapes, 0, torch.float32, model.device)
         with ranks.forward([segment]):
             out, shared = model.forward(pack([segment], model.device), kv_cache), model.shared_vocabulary
@@ -165,14 +166,14 @@ def test_a_dead_rank_is_noticed_while_idle_and_fails_every_step(target: str, hea
 def test_a_step_that_rank_0_does_not_finish_fails_the_ranks(target: str, head: str) -> None:
     with shared(2, target, head) as parts:
         reasons: SimpleQueue[str] = SimpleQueue()
-        with parts.ranks.init_kv_cache(16, PLAN):
+        with parts.ranks.init_kv_cache(InitKVCache(16, PLAN)):
             pass
         segment = Segment(np.arange(5), np.arange(5), np.arange(5), np.arange(0), None, np.arange(1))
         with pytest.raises(ZeroDivisionError), parts.ranks.forward([segment]):
             raise ZeroDivisionError
         parts.ranks.register_failure_callback(reasons.put)
         assert "out of step" in reasons.get(timeout=30)
-        with pytest.raises(Unavailable, match="out of step"), parts.ranks.init_kv_cache(16, PLAN):
+        with pytest.raises(Unavailable, match="out of step"), parts.ranks.init_kv_cache(InitKVCache(16, PLAN)):
             pass
         (process,) = multiprocessing.active_children()
         with socket.fromfd(parts.ranks._connections[1].fileno(), socket.AF_INET, socket.SOCK_STREAM) as link:

@@ -23,7 +23,7 @@ from eyas.models.layers.experts import RoutedExperts
 from eyas.models.layers.fused import fuse_layers, unfuse_layers
 from eyas.models.loading import load_target
 from eyas.models.parallel.shards import Shard, shard_model
-from eyas.models.supported import measure_kv_shapes
+from eyas.models.supported import inspect_architecture
 from eyas.models.target import TargetModel
 from tests.models.layers.test_fused import GEMMA_4
 from tests.support.devices.rank_threads import RankThreads
@@ -65,9 +65,9 @@ def rank_of(folder: str, rank: int) -> TargetModel:
     register_attention()
     model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=ATTENTION_NAME)
     model.config.pad_token_id = None
-    shard, shapes = Shard(rank, NUM_RANKS), measure_kv_shapes(model.config)
-    shard_model(model, shard, [shape.num_heads for shape in shapes])
-    target = TargetModel(model, shard=shard, kv_shapes=shapes)
+    shard, architecture = Shard(rank, NUM_RANKS), inspect_architecture(model.config)
+    shard_model(model, shard, [shape.num_heads for shape in architecture.kv_shapes])
+    target = TargetModel(model, shard=shard, architecture=architecture)
     assert fuse_layers(model)
     return target
 
@@ -143,7 +143,7 @@ def test_only_the_sum_over_ranks_is_taken_for_it(tmp_path: Path) -> None:
     assert whole.sum_ranks is None
     assert RoutedExperts.of_block(block, "silu") is None
     hook.remove()
-    shard_model(model, Shard(0, NUM_RANKS), [shape.num_heads for shape in measure_kv_shapes(model.config)])
+    shard_model(model, Shard(0, NUM_RANKS), [shape.num_heads for shape in inspect_architecture(model.config).kv_shapes])
     sharded = RoutedExperts.of_block(block, "silu")
     assert sharded is not None
     assert sharded.sum_ranks == model.exchanges.sum

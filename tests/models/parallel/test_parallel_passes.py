@@ -82,7 +82,7 @@ def build_with_notes(folder: Path, plan: BackendPlan, target: TargetModel, kv_ca
 
 def make_engine(ranks: TargetWorkers, target: TargetModel, notes: Path) -> Engine:
     """As assemble_engine builds it on CUDA."""
-    with ranks.init_kv_cache(NUM_SLOTS, PLAN):
+    with ranks.init_kv_cache(InitKVCache(NUM_SLOTS, PLAN)):
         kv_cache = KVCache(NUM_SLOTS, target.kv_shapes, 0, target.dtype, target.device)
         backend = build_with_notes(notes, PLAN, target, kv_cache)
     ranks.before_close(partial(release_backend, backend))
@@ -237,7 +237,8 @@ def test_ranks_give_up_fused_layers_and_kernels_together(tmp_path: Path, monkeyp
     try:
         target = load_target(folder, shard=Shard(0, 2))
         assert "forward" not in vars(target.model.get_decoder().layers[0]), "not fused"
-        with pytest.raises(ConfigError, match="another rank differs by more"), ranks.init_kv_cache(NUM_SLOTS, plan):
+        command = InitKVCache(NUM_SLOTS, plan)
+        with pytest.raises(ConfigError, match="another rank differs by more"), ranks.init_kv_cache(command):
             build_backend(plan, target, target.new_kv_cache(NUM_SLOTS))
     finally:
         ranks.close()

@@ -1,0 +1,254 @@
+"""Recurrent layers over pools of states: gated delta nets, Kimi delta attention, Mamba-2 and short convolutions.
+
+transformers' mixers stay as they are. Without a cache each calls a causal convolution and a scan by their names in its
+module. A mixer of ours has the same code with other functions under these names: they take the states of the pass.
+
+Legend: R packed rows, B segments, H heads, K and V widths of keys and values, C channels and W width of the convolution.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from eyas.cache.kv_cache import KVCache
+from eyas.cache.state_pools import LayerStates, StateShape
+from eyas.kernels.plain import recurrent
+from eyas.models.inputs import PackedInputs
+from eyas.models.recurrent_rows import Pieces, RecurrentRows
+
+CONVOLUTION = "causal_conv1d_fn"
+DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+MAMBA_2 = "mamba2_chunk_scan"
+REPLACED = (CONVOLUTION, *DELTA_RULES, MAMBA_2)
+# What a mixer with a recurrence, not a convolution alone, calls of transformers' cache.
+KEEPS_STATE = "update_recurrent_state"
+# Added to the square of a key's length before its root.
+LENGTH_EPSILON = 1e-6
+
+
+class RecurrentFunctions:
+    """Functions of the mixer of a layer that take the place of transformers' in a pass of Eyas."""
+
+    def __init__(self, layer: int) -> None:
+        self.layer = layer
+
+    def convolve(
+        self,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        *,
+        packed: PackedInputs,
+        kv_cache: KVCache,
+        **_: Any,
+    ) -> Tensor:
+        """Return the causal convolution [1, C, R] of packed rows along their paths; weight [C, W]."""
+        inputs, width = hidden_states[0].T, weight.shape[1]
+        pools, rows = _states(kv_cache, packed, self.layer)
+        windows = rows.windows(width)
+        columns = pools.columns[rows.read]
+        if rows.pending is not None:
+            places, _mask, _last = rows.pending
+            both = torch.cat([columns, pools.inputs[places]], 1)
+            columns = both.gather(1, windows.columns[..., None].expand(-1, -1, both.shape[2]))
+        source = torch.cat([columns.flatten(0, 1), inputs])
+        found = _window_sum(source, windows.rows, weight.T.to(inputs.dtype), bias)
+        pools.columns[rows.write] = source[windows.ends]
+        if windows.marks is not None:
+            ends, into = windows.marks
+            pools.columns[into] = source[ends]
+        if rows.stashed is not None:
+            nodes, places = rows.stashed
+            pools.inputs[places] = inputs[nodes]
+        return (found if activation is None else _activate(found, activation)).T[None]
+
+    def delta_rule(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, packed: PackedInputs,
+        kv_cache: KVCache, **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Return the outputs [1, R, H, V] of the gated delta rule; g holds gates of heads, or of channels of keys."""
+        heads = value.shape[2]
+        q, k = (_of_length_1(x[0]).repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
+        v, gates, betas = value[0].float(), g[0].float(), beta[0].float()
+        pools, rows = _states(kv_cache, packed, self.layer)
+
+        def compute(pieces: Pieces, states: Tensor) -> _Computed:
+            keys, values, sums = _of(k, pieces), _of(v, pieces), recurrent.path_sums(_of(gates, pieces), pieces.seen)
+            updates = recurrent.delta_updates(keys, values, _of(betas, pieces), sums, pieces.seen, states)
+            found = recurrent.outputs(_of(q, pieces) * q.shape[-1] ** -0.5, keys, updates, sums, pieces.seen, states)
+            return found, keys, updates, sums
+
+        return _run(pools, rows, v, compute).to(query.dtype)[None], None
+
+    def mamba_2(  # noqa: PLR0913  # the signature that transformers calls
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), *,
+        packed: PackedInputs, kv_cache: KVCache, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return the outputs [1, R, H, V] of Mamba-2 (arXiv 2405.21060): keys B, queries C, updates dt x, gates dt A."""
+        del chunk_size
+        x, heads = hidden_states[0].float(), hidden_states.shape[2]
+        steps = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
+        steps = torch.clamp(F.softplus(steps) if dt_softplus else steps, *dt_limit).float()
+        k, q = (each[0].float().repeat_interleave(heads // each.shape[2], 1) for each in (B, C))
+        moved, gates = x * steps[..., None], steps * A.float()
+        pools, rows = _states(kv_cache, packed, self.layer)
+
+        def compute(pieces: Pieces, states: Tensor) -> _Computed:
+            keys, updates, sums = _of(k, pieces), _of(moved, pieces), recurrent.path_sums(_of(gates, pieces), pieces.seen)
+            return recurrent.outputs(_of(q, pieces), keys, updates, sums, pieces.seen, states), keys, updates, sums
+
+        found = _run(pools, rows, x, compute)
+        return (found if D is None else found + x * D[:, None])[None]
+
+
+# Outputs, keys, updates and sums of pieces.
+_Computed = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class StateCall:
+    """Call of a recurrent function that a pass without weights records, with what it tells of a layer's state."""
+
+    layer: int
+    shape: StateShape
+
+
+class RecordedFunctions:
+    """The same functions in a pass of `eyas.models.supported`, which wants to know how they are called."""
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+
+    def convolve(self, hidden_states: Tensor, weight: Tensor, *_: Any, calls: list[Any], **__: Any) -> Tensor:
+        """Record a convolution."""
+        calls.append(StateCall(self._layer, StateShape(0, 0, 0, 1, *weight.shape)))
+        return hidden_states
+
+    def delta_rule(
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, *_: Any, calls: list[Any], **__: Any
+    ) -> tuple[Tensor, None]:
+        """Record a gated delta rule."""
+        gates = g.shape[3] if g.ndim == key.ndim else 1
+        calls.append(StateCall(self._layer, StateShape(value.shape[2], key.shape[3], value.shape[3], gates, 0, 1)))
+        return value, None
+
+    def mamba_2(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Any, calls: list[Any], **__: Any) -> Tensor:
+        """Record a scan of Mamba-2."""
+        calls.append(StateCall(self._layer, StateShape(x.shape[2], B.shape[3], x.shape[3], 1, 0, 1)))
+        return x
+
+
+def use_states(model: nn.Module) -> Any:
+    """Let every recurrent mixer of a model take its states from the pools of the pass. Returns the model.
+
+    A mixer that calls another scan stays as it is: `inspect_architecture` refuses it.
+    """
+    for module in model.modules():
+        layer: Any = getattr(module, "layer_idx", None)
+        forward: Any = inspect.unwrap(type(module).forward)
+        named = set(forward.__code__.co_names)
+        has_scan = bool(named & {*DELTA_RULES, MAMBA_2}) or KEEPS_STATE not in named
+        if layer is None or "forward" in vars(module) or CONVOLUTION not in named or not has_scan:
+            continue
+        found = {name: _chosen(name, int(layer), forward.__globals__[name]) for name in REPLACED if name in named}
+        own = FunctionType(forward.__code__, {**forward.__globals__, **found}, forward.__name__, forward.__defaults__,
+                           forward.__closure__)  # fmt: skip
+        own.__kwdefaults__ = forward.__kwdefaults__
+        module.forward = MethodType(own, module)
+    return model
+
+
+def _chosen(name: str, layer: int, own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ours in a pass of Eyas, and in others transformers' own."""
+    method = {CONVOLUTION: "convolve", MAMBA_2: "mamba_2"}.get(name, "delta_rule")
+    ours, recorded = (getattr(kind(layer), method) for kind in (RecurrentFunctions, RecordedFunctions))
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        chosen = ours if "packed" in kwargs else recorded if kwargs.get("calls") is not None else own
+        return chosen(*args, **kwargs)
+
+    return call
+
+
+def _run(pools: LayerStates, rows: RecurrentRows, like: Tensor, compute: Callable[[Pieces, Tensor], _Computed]) -> Tensor:
+    """Compute all pieces of a pass in their order: outputs float32 [R, H, V]. States and stash are written.
+
+    Args:
+        like: a tensor of the outputs' shape.
+        compute: maps pieces and the states before them [B, H, K, V] to `_Computed`.
+    """
+    states = pools.states[rows.read]
+    if rows.pending is not None:
+        places, mask, last = rows.pending
+        sums = pools.sums[places]
+        end = sums[torch.arange(len(sums), device=sums.device), last] * mask[:, 0].view(-1, *[1] * (sums.ndim - 2))
+        states = recurrent.states_after(states, pools.keys[places], pools.updates[places], sums, end, mask)
+    out = torch.empty_like(like)
+    stash = [torch.empty(len(like), *pool.shape[1:], device=like.device) for pool in (pools.keys, pools.updates, pools.sums)]
+    for pieces in rows.waves:
+        before = states[pieces.segments]
+        found, keys, updates, sums = compute(pieces, before)
+        filled = pieces.rows[pieces.is_row]
+        out[filled] = found[pieces.is_row]
+        if rows.stashed is not None:
+            for part, own in zip(stash, (keys, updates, sums), strict=True):
+                part[filled] = own[pieces.is_row].float()
+        end = sums[torch.arange(len(sums), device=sums.device), pieces.last] * _any(pieces.kept, sums)
+        after = recurrent.states_after(before, keys, updates, sums, end, pieces.kept)
+        states[pieces.segments] = after
+        if pieces.marked is not None:
+            which, into = pieces.marked
+            pools.states[into] = after[which]
+    pools.states[rows.write] = states
+    if rows.stashed is not None:
+        nodes, places = rows.stashed
+        for pool, part in zip((pools.keys, pools.updates, pools.sums), stash, strict=True):
+            pool[places] = part[nodes]
+    return out
+
+
+def _any(mask: Tensor, like: Tensor) -> Tensor:
+    """Return whether any cell of each piece is set [B, *], as many dimensions as a sum of `like` [B, N, *]."""
+    return mask.any(1).view(-1, *[1] * (like.ndim - 2))
+
+
+def _of(rows: Tensor, pieces: Pieces) -> Tensor:
+    """Return packed rows [R, *] in the cells of pieces [B, Q, *]; padding is zero."""
+    found = rows[pieces.rows]
+    return found * pieces.is_row.view(*pieces.is_row.shape, *[1] * (rows.ndim - 1))
+
+
+def _of_length_1(x: Tensor) -> Tensor:
+    """Return vectors of length 1 in float32."""
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON)
+
+
+def _window_sum(source: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the weighted sum of each row's window [R, C]: one column of windows [R, W] after another; weight [W, C]."""
+    found = source[windows[:, 0]] * weight[0]
+    for column in range(1, windows.shape[1]):
+        found = found + source[windows[:, column]] * weight[column]
+    return found if bias is None else found + bias.to(found.dtype)
+
+
+def _activate(x: Tensor, name: str) -> Tensor:
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name](x)  # type: ignore[no-any-return]
+
+
+def _states(kv_cache: KVCache, packed: PackedInputs, layer: int) -> tuple[LayerStates, RecurrentRows]:
+    """Return the pools of a layer, and the rows of the pass."""
+    assert kv_cache.recurrent is not None, "a recurrent layer runs without pools of states"
+    return kv_cache.recurrent.layers[layer], packed.recurrent(kv_cache.recurrent.scratch)
