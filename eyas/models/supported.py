@@ -141,7 +141,7 @@ def _check_states(config: Any, states: Mapping[int, StateShape]) -> None:
     """Raises CheckpointError for recurrent layers whose functions are not known, with their numbers."""
     types, is_stateful = _layer_types(config), architecture_class(config)._is_stateful
     missed = [layer for layer, kind in enumerate(types) if kind in RECURRENT_LAYERS and layer not in states]
-    if missed or (is_stateful and not states):
+    if missed or (is_stateful and not types and not states):
         kinds = sorted({types[layer] for layer in missed})
         where = f", {_layers(missed)}" if missed else ""
         what = f"it has recurrent layers{_listed(kinds)}{where} of a kind that Eyas does not know"

@@ -44,6 +44,8 @@ MODULES = {
     "glm4_moe_lite": "model.layers.{L+k}.*",
     "hy_v3": "model.layers.{L+k}.*",
     "mellum": "mtp.layers.{k}.*",
+    "qwen3_5_text": "mtp.layers.{k}.*",
+    "qwen3_next": "mtp.layers.{k}.*",
 }
 
 

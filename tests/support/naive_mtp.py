@@ -35,7 +35,7 @@ class NaiveMtp(NaiveEagle):
         self.parts = [[stored[of_module(name, number)] for name in of.names] for number in range(count)]
         self.kind = (getattr(config, "layer_types", None) or [None] * (LAYERS + 1))[LAYERS]
         self.window = config.sliding_window if self.kind == "sliding_attention" else None
-        self.eps = config.rms_norm_eps
+        self.eps, self.adds_one = config.rms_norm_eps, of.adds_one
         self.output = output
         self.embedding = stored["model.embed_tokens.weight"]
         self.ids = list(range(len(self.embedding)))
@@ -85,4 +85,4 @@ class NaiveMtp(NaiveEagle):
         return (self.norm(state, self.parts[0][-1]) if self.output == "state" else state) @ self.lm_head.T
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * weight
+        return x / (x.pow(2).mean(-1, keepdim=True) + self.eps).sqrt() * (weight + self.adds_one)

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.families import config_of
-from tests.support.family_configs import MORE_FAMILIES
+from tests.support.family_configs import MORE_FAMILIES, SERVED
 from tests.support.reference import whole_class
 
 LAYERS, HIDDEN = 3, 32
@@ -25,7 +25,8 @@ class MtpFamily:
     """A family of targets, and how it writes its module.
 
     layer: prefix of the module's layer; names: of its other PARTS. whole: settings of a model with one layer more than the
-    target, which is the module's. own: settings of the target that differ from `whole`.
+    target, which is the module's. own: settings of the target that differ from `whole`. adds_one:
+    whether norms multiply by one more than their weight.
     """
 
     kind: str
@@ -33,11 +34,12 @@ class MtpFamily:
     names: tuple[str, ...]
     whole: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
+    adds_one: bool = False
 
 
 def _with_layer(kind: str, **lists: str) -> dict[str, Any]:
-    """Settings of MORE_FAMILIES with one more entry in each of these lists."""
-    settings = MORE_FAMILIES[kind]
+    """Settings of a family with one more entry in each of these lists."""
+    settings = SERVED[kind]
     return {**settings, **{key: [*settings[key], value] for key, value in lists.items()}}
 
 
@@ -58,6 +60,12 @@ FAMILIES: dict[str, MtpFamily] = {
     ),
     "ernie4_5_moe": MtpFamily(
         "ernie4_5_moe", "model.mtp_block.0", ERNIE, {**MORE_FAMILIES["ernie4_5_moe"], "use_bias": False},
+    ),
+    "qwen3_5_text": MtpFamily(
+        "qwen3_5_text", "mtp.layers.0", BESIDE, _with_layer("qwen3_5_text", layer_types="full_attention"), adds_one=True,
+    ),
+    "qwen3_next": MtpFamily(
+        "qwen3_next", "mtp.layers.0", BESIDE, _with_layer("qwen3_next", layer_types="full_attention"), adds_one=True,
     ),
     "llama": MtpFamily("llama", "mtp.layers.0", BESIDE, {}),
 }  # fmt: skip
@@ -93,6 +101,7 @@ def write_mtp(
     tensors = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
     names = list[str]()
+    one = torch.zeros(HIDDEN) if of.adds_one else torch.ones(HIDDEN)
     for number in range(count):
         layer = f"model.layers.{LAYERS + number}."
         own = {name: f"{of_module(of.layer, number)}.{name.removeprefix(layer)}" for name in tensors if layer in name}
@@ -102,12 +111,13 @@ def write_mtp(
         tensors |= {name: 0.5 + torch.rand(HIDDEN, generator=generator) for name in norms}
         names += [projection, *norms, *own.values()]
         if agrees:
-            tensors |= {projection: torch.eye(HIDDEN, 2 * HIDDEN)} | {name: torch.ones(HIDDEN) for name in norms}
+            tensors |= {projection: torch.eye(HIDDEN, 2 * HIDDEN)} | {name: one.clone() for name in norms}
         if swaps:
             tensors[projection] = tensors[projection].roll(HIDDEN, 1)
     if agrees:
-        tensors |= {name: torch.zeros_like(t) for name, t in tensors.items() if "o_proj" in name or "down_proj" in name}
-        tensors["model.norm.weight"] = torch.ones(HIDDEN)
+        silent = ("o_proj", "down_proj", "out_proj")
+        tensors |= {name: torch.zeros_like(t) for name, t in tensors.items() if any(part in name for part in silent)}
+        tensors["model.norm.weight"] = one
     if not modules:
         tensors = {name: t for name, t in tensors.items() if name not in names or name == "model.norm.weight"}
     save_file(tensors, folder / "model.safetensors")

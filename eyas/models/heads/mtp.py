@@ -38,7 +38,7 @@ from eyas.models.inputs import PackedInputs
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention
 from eyas.models.layers.latent import use_latents
 from eyas.models.loading import adapt_model, help_layers, quiet_transformers, read_model_config
-from eyas.models.supported import Architecture, inspect_architecture
+from eyas.models.supported import RECURRENT_LAYERS, Architecture, inspect_architecture
 from eyas.models.target import TargetModel
 from eyas.models.text_part import HEAD, architecture_class
 
@@ -284,7 +284,8 @@ def require_modules(checkpoint: Checkpoint) -> MtpModules:
 def module_config(config: Any, tensors: Collection[str], number: int = 0) -> Any:
     """Return the config of a model whose only layer is like the module's; a layer has experts if these tensors have some.
 
-    Attention is that of `mtp_layer_types`, where a config has it, else that of the target's last layer.
+    Attention is that of `mtp_layer_types`, where a config has it, else that of the target's last layer, or full attention if
+    that layer is recurrent.
     """
     own = copy.deepcopy(config)
     num_layers = int(config.num_hidden_layers)
@@ -296,6 +297,8 @@ def module_config(config: Any, tensors: Collection[str], number: int = 0) -> Any
             setattr(own, key, value[-1:])
     if (types := getattr(config, "mtp_layer_types", None)) and getattr(config, "layer_types", None):
         own.layer_types = [types[min(number, len(types) - 1)]]
+    elif RECURRENT_LAYERS & set(getattr(own, "layer_types", None) or ()):
+        own.layer_types = ["full_attention"]
     for key, values in EXPERT_LAYERS.items():
         if getattr(own, key, None) is not None:
             setattr(own, key, copy.copy(values[has_experts]))
