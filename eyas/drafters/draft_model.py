@@ -80,7 +80,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
             )
         if model.state_shapes:
             raise ConfigError(
-                f"{model.name_or_path!r} has recurrent layers, whose states a growing tree does not keep: it can be a target "
+                f"{model.name_or_path!r} has recurrent layers, whose states no growing tree keeps: it can be a target "
                 "but no draft model. Take a small draft model with attention alone, or lookups"
             )
         rows = tree.top_k * (tree.num_steps - 1)
