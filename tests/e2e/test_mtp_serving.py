@@ -4,6 +4,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from eyas.api.request import SamplingParams
 from eyas.cli.options import Setting
 from eyas.rpc.messages import NO_DRAFTER
@@ -19,8 +21,9 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, seed=0)
 SETTINGS = ("verifier.draft_client.draft_timeout_s=30", "verifier.engine.draft_budget=fixed")
 
 
-def test_the_default_is_a_draft_service_with_the_targets_module(tmp_path: Path) -> None:
-    folder = write_mtp(tmp_path / "target", "glm4_moe", agrees=True)
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_the_default_is_a_draft_service_with_the_targets_module(family: str, tmp_path: Path) -> None:
+    folder = write_mtp(tmp_path / "target", family, agrees=True)
     write_spelling_tokenizer(Path(folder))
     services = plan(folder, names=["m"], settings=list(map(Setting, SETTINGS)))
     assert [service.name for service in services] == ["draft", "verifier", "router"]

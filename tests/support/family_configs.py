@@ -224,6 +224,8 @@ SMALL_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_hea
 VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
           "patch_size": 14}  # fmt: skip
 
+# A quarter of each head turns, in three sections of the position in an image.
+QWEN_ROPE = rope("default", mrope_section=[1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25)
 # Models for images or sound whose text part is served. Model type: that of the text part, its settings, those around it.
 WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "exaone4_5": ("exaone4", MORE_FAMILIES["exaone4"], {"vision_config": {**SMALL_VISION, "num_key_value_heads": 2}}),
@@ -244,6 +246,8 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                  {"vision_config": {**SMALL_VISION, "deepstack_visual_indexes": [0]}}),
     "qwen3_vl_moe": ("qwen3_vl_moe_text", {**EXPERTS, **MROPE, "head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16},
                      {"vision_config": {**SMALL_VISION, "deepstack_visual_indexes": [0]}}),
+    "qwen3_5": ("qwen3_5_text", {**HYBRIDS["qwen3_5_text"], **QWEN_ROPE}, {"vision_config": SMALL_VISION}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**HYBRIDS["qwen3_5_moe_text"], **QWEN_ROPE}, {"vision_config": SMALL_VISION}),
     "step3p7": ("step3p5", {**MIXED, **SPARSE, **EXPERTS, **ropes({"partial_rotary_factor": 0.5}, {}), "head_dim": 8,
                             "n_routed_experts": 4, "moe_intermediate_size": 16, "share_expert_dim": 16,
                             "num_sliding_attention_heads": 8, "swiglu_limits": [0.0, 2.0, 2.0],
@@ -325,7 +329,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any] | None]] = {
 SAME_AS = {
     "gemma3n": "gemma3n_text", "gemma4_unified": "gemma4_unified_text", "gpt-sw3": "gpt2", "llama4": "llama4_text",
     "dots3_note": "dots3_note_text", "fuyu": "persimmon", "got_ocr2": "qwen2", "moss_transcribe_diarize": "qwen3",
-    "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "qwen4_exp": "qwen4_exp_text",
+    "qwen4_exp": "qwen4_exp_text",
 }  # fmt: skip
 # No claim is made: they make images or sound, draft for one target, or do not run from their config alone.
 NOT_JUDGED = {
