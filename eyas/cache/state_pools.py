@@ -88,10 +88,18 @@ class StatePools:
             self.layers[layer] = LayerStates(states, columns, keys, updates, gates, inputs)
 
 
+class StatePlan(NamedTuple):
+    """Sizes of the pools of recurrent states, their bytes, and the sequences that may run with them."""
+
+    sizes: StateSizes
+    num_bytes: int
+    num_running: int
+
+
 def states_that_fit(
     shapes: Mapping[int, StateShape], num_running: int, num_stashed: int, num_kept: int, dtype: torch.dtype, most: int
-) -> tuple[StateSizes, int, int]:
-    """Return the sizes of the pools, the sequences that may run with them, and their bytes.
+) -> StatePlan:
+    """Return the pools that fit into `most` bytes.
 
     Args:
         num_running: sequences that run at most, each with two rows.
@@ -106,4 +114,4 @@ def states_that_fit(
     if spare < wanted:
         num_running = max(1, num_running * spare // wanted)
         wanted = spare
-    return StateSizes(1 + wanted, num_stashed), num_running, fixed + state * wanted
+    return StatePlan(StateSizes(1 + wanted, num_stashed), fixed + state * wanted, num_running)

@@ -45,7 +45,7 @@ class StateStep(NamedTuple):
 
 
 class StateRows:
-    """Counts who holds each row: a sequence, or a node of the prefix cache. Row START is nobody's.
+    """Count of the holders of each row: sequences, and nodes of the prefix cache. Row START is nobody's.
 
     Args:
         num_rows: of the pools, START among them.

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from eyas.cache.kv_cache import KVCache, bytes_per_slot, free_memory, slots_that_fit
-from eyas.cache.state_pools import states_that_fit
+from eyas.cache.state_pools import StatePlan, states_that_fit
 from eyas.cache.states import NO_STATES, StateRows, StateSizes
 from eyas.config import EngineConfig, TreeConfig
 from eyas.config.engine import INT8
@@ -111,12 +111,13 @@ def assemble_engine(
     plan = plan_backend(target, engine, drafted_tree, max_model_len)
     reserved = reserved_bytes(target, plan, engine)
     fraction = engine.gpu_memory_utilization
-    states, engine, state_bytes = _state_sizes(target, engine, drafted_tree, reserved)
-    num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, fraction, target.device, reserved + state_bytes)
+    states = _plan_states(target, engine, drafted_tree, reserved)
+    reserved += states.num_bytes
+    num_slots = engine.max_kv_tokens or slots_that_fit(slot_bytes, fraction, target.device, reserved)
     log.info("KV cache: %d tokens, %.2f GiB on %s", num_slots, num_slots * slot_bytes / 2**30, target.device)
-    engine = replace(engine, max_kv_tokens=num_slots)
-    with workers.init_kv_cache(InitKVCache(num_slots, plan, states)):
-        kv_cache = _kv_cache(target, num_slots, width, states)
+    engine = replace(engine, max_kv_tokens=num_slots, max_num_seqs=states.num_running)
+    with workers.init_kv_cache(InitKVCache(num_slots, plan, states.sizes)):
+        kv_cache = _kv_cache(target, num_slots, width, states.sizes)
         backend = build_backend(plan, target, kv_cache)
         if engine.deterministic:
             runner: ModelRunner = BatchInvariantRunner(target, kv_cache, fuser, tree.num_draft_tokens, backend)
@@ -126,7 +127,7 @@ def assemble_engine(
             runner = ModelRunner(target, kv_cache, fuser, backend, workers)
     sampling_kernels(torch.empty(0, device=target.device)).warm_up(target.vocab_size, target.device)
     workers.before_close(partial(release_backend, runner.backend))
-    state_rows = StateRows(states.rows, engine.max_num_seqs) if states.rows else None
+    state_rows = StateRows(states.sizes.rows, engine.max_num_seqs) if states.sizes.rows else None
     scheduler = Scheduler(engine, drafted_tree, target.eos_ids, states=state_rows)
     draft_manager = DraftManager(drafter, runner, engine.acceptance)
     budget_clock = cost_clock(drafter, runner, engine, clock)
@@ -183,24 +184,23 @@ def run_worker(
     worker.close()
 
 
-def _state_sizes(
-    target: TargetModel, engine: EngineConfig, tree: TreeConfig, reserved: int
-) -> tuple[StateSizes, EngineConfig, int]:
-    """Return the rows for states of recurrent layers and their bytes, none for targets without such layers, and the config
-    with as many sequences as there are states for: states take at most half of the memory that the KV cache may have.
+def _plan_states(target: TargetModel, engine: EngineConfig, tree: TreeConfig, reserved: int) -> StatePlan:
+    """Return the rows for states of recurrent layers, none for targets without such layers.
+
+    They take at most half of the memory that the KV cache may have, and fewer sequences run if that is too little.
     """
+    most = engine.max_num_seqs
     if not target.state_shapes:
-        return NO_STATES, engine, 0
+        return StatePlan(NO_STATES, 0, most)
     free = int((free_memory(target.device) - reserved) * engine.gpu_memory_utilization)
-    # For a draft tree the step before has the other half of the stash.
+    # The nodes of the last step's trees have the other half of the stash.
     stashed = 2 * stash_rows(engine, tree) if tree.num_draft_tokens > 1 else 0
-    kept = KEPT_STATES * engine.max_num_seqs if engine.prefix_cache else 0
-    shapes, most = target.state_shapes, engine.max_num_seqs
-    states, num_running, state_bytes = states_that_fit(shapes, most, stashed, kept, target.dtype, free // 2)
-    log.info("recurrent states: %d rows and %d nodes, %.2f GiB", *states, state_bytes / 2**30)
-    if num_running < most:
-        log.warning("engine.max_num_seqs is %d, but there is memory for the recurrent states of %d", most, num_running)
-    return states, replace(engine, max_num_seqs=num_running), state_bytes
+    kept = KEPT_STATES * most if engine.prefix_cache else 0
+    plan = states_that_fit(target.state_shapes, most, stashed, kept, target.dtype, free // 2)
+    log.info("recurrent states: %d rows and %d nodes, %.2f GiB", *plan.sizes, plan.num_bytes / 2**30)
+    if plan.num_running < most:
+        log.warning("engine.max_num_seqs is %d, but there is memory for the recurrent states of %d", most, plan.num_running)
+    return plan
 
 
 def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0, states: StateSizes = NO_STATES) -> KVCache:

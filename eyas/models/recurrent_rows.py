@@ -47,7 +47,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Windows:
+class ConvolutionWindows:
     """Places in the inputs of a convolution: W - 1 columns for each segment, and behind these all packed rows.
 
     Attributes:
@@ -83,14 +83,14 @@ class RecurrentRows:
         self._starts: Ints = self._counts.cumsum() - self._counts
         self._parents = np.concatenate([_parents(*own) for own in zip(segments, self._starts.tolist(), strict=True)])
         self._is_tree = [s.stash >= 0 or _is_branched(own) for s, own in zip(self._steps, segments, strict=True)]
-        self._windows: dict[int, Windows] = {}
+        self._windows: dict[int, ConvolutionWindows] = {}
         self.read = self._upload([step.read for step in self._steps])
         self.write = self._upload([step.write for step in self._steps])
         self.pending = self._pending()
         self.stashed = self._stashed()
         self.waves = list(self._waves())
 
-    def windows(self, width: int) -> Windows:
+    def windows(self, width: int) -> ConvolutionWindows:
         """Return where convolutions of this width in tokens look."""
         if width not in self._windows:
             self._windows[width] = self._find_windows(width)
@@ -118,7 +118,7 @@ class RecurrentRows:
         rows, places = (np.concatenate(side) for side in zip(*found, strict=True))
         return self._upload(rows), self._upload(places)
 
-    def _find_windows(self, width: int) -> Windows:
+    def _find_windows(self, width: int) -> ConvolutionWindows:
         past, count = width - 1, len(self._steps)
         owners = np.repeat(np.arange(count), self._counts)
         # up: the input before each one. Those before a segment's first row are its columns, the latest first.
@@ -139,7 +139,7 @@ class RecurrentRows:
             at, into = np.array(marks).T
             kept = self._upload(seen[at, 1:]), self._upload(into)
         latest = pending[:, None] + np.arange(past)
-        return Windows(self._upload(latest), self._upload(seen), self._upload(ends), kept)
+        return ConvolutionWindows(self._upload(latest), self._upload(seen), self._upload(ends), kept)
 
     def _waves(self) -> list[Pieces]:
         """Cut prompts into pieces. The n-th pieces of all segments are computed together, those of similar size at once."""

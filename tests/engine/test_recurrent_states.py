@@ -218,10 +218,10 @@ def rows_of(states: SequenceStates) -> int:
 def test_states_take_at_most_their_share_of_memory() -> None:
     shape = {0: StateShape(2, 8, 8, 1, 16, 4)}
     state = shape[0].state_bytes(torch.float32)
-    sizes, running, used = states_that_fit(shape, 8, 0, 16, torch.float32, 1000 * state)
+    sizes, used, running = states_that_fit(shape, 8, 0, 16, torch.float32, 1000 * state)
     assert (sizes.rows, running, used) == (1 + 32, 8, 34 * state)
-    sizes, running, used = states_that_fit(shape, 8, 0, 16, torch.float32, 18 * state)
+    sizes, used, running = states_that_fit(shape, 8, 0, 16, torch.float32, 18 * state)
     assert (sizes.rows, running) == (1 + 16, 4)
     assert used <= 18 * state
-    sizes, running, _ = states_that_fit(shape, 8, 0, 16, torch.float32, 0)
+    sizes, _, running = states_that_fit(shape, 8, 0, 16, torch.float32, 0)
     assert (sizes.rows, running) == (4, 1), "one sequence always runs"
