@@ -59,11 +59,6 @@ class _Call:
     running: dict[str, None] = field(default_factory=dict)
     changed: set[int] = field(default_factory=set)
 
-    def take_changed(self) -> list[OutputBuilder]:
-        """Return the outputs that changed, in order; they are not named again until they change."""
-        changed, self.changed = sorted(self.changed), set()
-        return [self.outputs[index] for index in changed]
-
 
 class _Completion(NamedTuple):
     """A completion in progress, and the output that it belongs to."""
@@ -339,7 +334,8 @@ class LLM:
             while call.running or call.changed:
                 if not call.changed:
                     self._step()
-                for output in call.take_changed():
+                changed, call.changed = sorted(call.changed), set()
+                for output in [call.outputs[index] for index in changed]:
                     if output.error:
                         raise type(output.error)(f"request {output.request_id}: {output.error}")
                     if output.unread:
@@ -358,19 +354,15 @@ class LLM:
             if completion.decoder.stopped:
                 self.llm_engine.cancel(chunk.request_id)
             if completion.decoder.stopped or chunk.finish_reason:
-                self._forget(chunk.request_id)
+                del self._running[chunk.request_id], call.running[chunk.request_id]
 
     def _cancel(self, call: _Call) -> None:
         """Cancel what is left of a call, and free all that it and stop strings leave in the engine."""
         for request_id in list(call.running):
             self.llm_engine.cancel(request_id)
-            self._forget(request_id)
+            del self._running[request_id], call.running[request_id]
         if self.llm_engine.has_work:
             self._step()
-
-    def _forget(self, request_id: str) -> None:
-        _, call, _ = self._running.pop(request_id)
-        del call.running[request_id]
 
 
 class AsyncEngineArgs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from eyas.api.request import Chunk, FinishReason, GenerationStats, TokenLogprob
@@ -83,36 +83,26 @@ class TextDecoder:
 
     def add(self, received: Chunk) -> TextChunk:
         """Decode the next chunk. After `stopped`, there is no next one."""
-        piece = self.text.push(received.token_ids, ends=received.finish_reason == "stop")
-        chunk = received.first(len(piece.texts))
+        texts = self.text.push(received.token_ids, ends=received.finish_reason == "stop")
+        chunk, text = received.first(len(texts)), "".join(texts)
         if chunk.index != self.index:
             chunk = replace(chunk, index=self.index)
-        text = piece.text
-        stop_reason = self._end_token(chunk)
-        if piece.stopped:
-            self.stopped, stop_reason = True, self.text.stop_string
-            chunk = replace(chunk, finish_reason="stop")
-        elif chunk.finish_reason is not None:
+        last = chunk.token_ids[-1] if chunk.finish_reason == "stop" and chunk.token_ids else None
+        stop_reason: int | str | None = last if last in self.stop_token_ids else None
+        self.stopped = self.text.stop_string is not None
+        if not self.stopped and chunk.finish_reason is not None:
             text += self.text.flush()
-            if self.text.stop_string is not None and chunk.finish_reason in ("stop", "length"):
-                chunk, stop_reason = replace(chunk, finish_reason="stop"), self.text.stop_string
-        self._count(chunk)
-        seed, self.seed = self.seed, None
-        totals = None
-        if chunk.finish_reason is not None:
-            totals = Totals(self.num_prompt_tokens, self._num_output_tokens, self._stats, self._num_cached_tokens)
-        return TextChunk(chunk, text, tuple(map(len, piece.texts)), seed, totals, stop_reason)
-
-    def _count(self, chunk: Chunk) -> None:
+        if self.stopped or (self.text.stop_string is not None and chunk.finish_reason in ("stop", "length")):
+            chunk, stop_reason = replace(chunk, finish_reason="stop"), self.text.stop_string
         self._stats.add(chunk)
         if not self._num_output_tokens:  # of several verifiers that a request moved to, only the first counts
             self._num_cached_tokens = chunk.num_cached
         self._num_output_tokens += len(chunk.token_ids)
-
-    def _end_token(self, chunk: Chunk) -> int | str | None:
-        """Return the token of `stop_token_ids` that ended the completion, if one did."""
-        last = chunk.token_ids[-1] if chunk.finish_reason == "stop" and chunk.token_ids else None
-        return last if last in self.stop_token_ids else None
+        seed, self.seed = self.seed, None
+        totals = None
+        if chunk.finish_reason is not None:
+            totals = Totals(self.num_prompt_tokens, self._num_output_tokens, self._stats, self._num_cached_tokens)
+        return TextChunk(chunk, text, tuple(map(len, texts)), seed, totals, stop_reason)
 
 
 @dataclass(frozen=True)
@@ -256,15 +246,24 @@ class OutputBuilder:
             if chunk.finish_reason == "error":
                 self.error = (InvalidRequest if chunk.is_invalid else RequestFailed)(chunk.message)
 
-    def output(self) -> RequestOutput:
-        """Return the whole output so far."""
+    def output(self, indices: Iterable[int] | None = None) -> RequestOutput:
+        """Return the whole output so far, or that of some of the completions."""
         self.unread = []
-        return self._output(sorted(self._completions))
+        asked = sorted(self._completions) if indices is None else indices
+        return RequestOutput(
+            self.request_id,
+            self.prompt,
+            list(self.prompt_token_ids),
+            [self._completions[index].output(index) for index in asked],
+            self.num_running == 0,
+            self._prompt_logprobs,
+            self._num_cached,
+        )
 
     def delta(self) -> RequestOutput:
         """Return what is new since the last delta: tokens, text and log-probabilities of the completions that changed."""
         changed = sorted({received.chunk.index for received in self.take()})
-        output = self._output(changed)
+        output = self.output(changed)
         for index in changed:
             self._completions[index] = replace(self._completions[index], token_ids=[], texts=[], logprobs=[])
         return output
@@ -278,17 +277,6 @@ class OutputBuilder:
         """Return the chunks since the last output."""
         taken, self.unread = self.unread, []
         return taken
-
-    def _output(self, indices: Sequence[int]) -> RequestOutput:
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            list(self.prompt_token_ids),
-            [self._completions[index].output(index) for index in indices],
-            self.num_running == 0,
-            self._prompt_logprobs,
-            self._num_cached,
-        )
 
     def _logprobs(self, entry: TokenLogprob) -> dict[int, Logprob]:
         """Return the token itself first, then the likeliest ones; empty for the first token of a prompt."""

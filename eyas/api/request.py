@@ -13,7 +13,7 @@ from itertools import zip_longest
 from numbers import Integral, Real
 from typing import Any, Literal, cast
 
-from eyas.api.validation import CONSTRAINTS, check_sampling
+from eyas.api.validation import CONSTRAINTS, check_sampling, check_sizes
 from eyas.errors import InvalidRequest
 from eyas.protocol.commit import NoiseKey
 
@@ -151,9 +151,10 @@ class SamplingParams:
                 raise InvalidRequest(f"{name} is {value!r}; it must be a list, or a mapping for logit_bias", name) from None
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        check_sampling(self)
+        check_sizes(vars(self))
         for name, value in tuple(vars(self).items()):
             object.__setattr__(self, name, _plain(value))
+        check_sampling(self)
 
     def end_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
         """Return the tokens that end the output; eos_ids: the model's own, which are ignored only where something else may
@@ -165,8 +166,8 @@ class SamplingParams:
     @property
     def has_logit_rules(self) -> bool:
         """Return whether biases, penalties, bans or a budget change logits before a draw, see eyas.sampling.logit_rules."""
-        is_asked = bool(self.logit_bias or self.bad_token_ids or self.min_tokens) or self.reasoning_budget is not None
-        return is_asked or self.has_penalties
+        is_biased = bool(self.logit_bias or self.bad_token_ids or self.min_tokens)
+        return is_biased or self.reasoning_budget is not None or self.has_penalties
 
     @property
     def has_penalties(self) -> bool:

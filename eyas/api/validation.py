@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InvalidRequest
@@ -108,12 +107,10 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
 def check_sampling(sampling: SamplingParams) -> None:
     """Raises InvalidRequest naming the first parameter that is out of range, or two that contradict each other.
 
-    The error's `param` is its name. `check_request` checks what depends on the model.
+    The error's `param` is its name. `check_request` checks what depends on the model. Numbers are of Python's own types.
     """
-    check_sizes(vars(sampling))
-    _check_entries(sampling)
-    _check_numbers(sampling)
     _check_lists(sampling)
+    _check_numbers(sampling)
     if sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
             f"min_tokens {sampling.min_tokens} is above max_tokens {sampling.max_tokens}; lower it", "min_tokens"
@@ -132,68 +129,54 @@ def _check_numbers(sampling: SamplingParams) -> None:
         value = getattr(sampling, name)
         if value is None and name in OPTIONAL_INT_RANGES:
             continue
-        if not _is_whole(value) or not low <= value <= high:
+        if type(value) is not int or not low <= value <= high:
             raise InvalidRequest(f"{name} is {value!r}; it must be a whole number from {low} to {high}", name)
     for name, (least, most, words) in REAL_RANGES.items():
         values = [(name, getattr(sampling, name))]
         if name == "logit_bias":
             values = [(f"logit_bias of token {token}", bias) for token, bias in sampling.logit_bias]
         for what, real in values:
-            if not (_is_real(real) and math.isfinite(real) and least <= float(real) <= most):
+            if type(real) not in (int, float) or not least <= real <= most:
                 raise InvalidRequest(f"{what} is {real!r}; it must {words}", name)
 
 
 def _check_lists(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest for a list that is too long, or has an empty or repeated entry."""
+    """Raises InvalidRequest for a list that is too long, or has an empty or repeated entry, or one of the wrong type."""
     for name in ("stop", "bad_words"):
-        if not all(getattr(sampling, name)):
-            raise InvalidRequest(f"{name} holds an empty string; leave it out", name)
+        for text in getattr(sampling, name):
+            if not isinstance(text, str):
+                raise InvalidRequest(f"{name} holds {text!r}; it must hold texts", name)
+            if not text:
+                raise InvalidRequest(f"{name} holds an empty string; leave it out", name)
+    tokens = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "bad_token_ids": [token for word in sampling.bad_token_ids for token in word],
+        "logit_bias": [token for token, _ in sampling.logit_bias],
+    }
+    for name, ids in tokens.items():
+        if wrong := [token for token in ids if type(token) is not int]:
+            raise InvalidRequest(f"{name} holds {wrong[0]!r}; it must hold token ids", name)
     if len(dict(sampling.logit_bias)) < len(sampling.logit_bias):
         raise InvalidRequest("logit_bias names a token twice; add its biases up", "logit_bias")
     if 2 * len(sampling.bad_words) + len(sampling.bad_token_ids) > MAX_BAD_WORDS:
         raise InvalidRequest(
             f"more than {MAX_BAD_WORDS} bad_token_ids, where a bad word counts twice; leave some out", "bad_words"
         )
-    for ids in sampling.bad_token_ids:
-        if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+    for word in sampling.bad_token_ids:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
             raise InvalidRequest(
-                f"a bad word of {len(ids)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}", "bad_token_ids"
+                f"a bad word of {len(word)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}", "bad_token_ids"
             )
 
 
 def _check_reasoning_budget(budget: ReasoningBudget) -> None:
-    if not _is_whole(budget.num_tokens) or not 0 <= budget.num_tokens <= MAX_INT:
+    if type(budget.num_tokens) is not int or not 0 <= budget.num_tokens <= MAX_INT:
         reason = f"reasoning_budget is {budget.num_tokens!r} tokens; it must be a whole number from 0 to {MAX_INT}"
         raise InvalidRequest(reason, "reasoning_budget")
     for ids in (budget.start_ids, budget.end_ids):
-        if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS or not all(map(_is_whole, ids)):
+        if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS or any(type(token) is not int for token in ids):
             reason = f"reasoning_budget has a mark of {len(ids)} entries; it must be 1 to {MAX_BAD_WORD_TOKENS} token ids"
             raise InvalidRequest(reason, "reasoning_budget")
-
-
-def _check_entries(sampling: SamplingParams) -> None:
-    """Raises InvalidRequest for a list with an entry of the wrong type."""
-    texts = {name: getattr(sampling, name) for name in ("stop", "bad_words")}
-    ids = {
-        "stop_token_ids": sampling.stop_token_ids,
-        "bad_token_ids": [token for word in sampling.bad_token_ids for token in word],
-        "logit_bias": [pair[0] for pair in sampling.logit_bias],
-    }
-    for name, values in (texts | ids).items():
-        wrong = [value for value in values if not (isinstance(value, str) if name in texts else _is_whole(value))]
-        if wrong:
-            raise InvalidRequest(
-                f"{name} holds {wrong[0]!r}; it must hold {'texts' if name in texts else 'token ids'}", name
-            )
-
-
-def _is_whole(value: object) -> bool:
-    """Return whether it is a whole number, of Python or numpy; True and False are none. An int is the common, quick case."""
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def _is_real(value: object) -> bool:
-    return type(value) in (int, float) or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def check_structured_outputs(structured: StructuredOutputs) -> None:

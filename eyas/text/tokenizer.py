@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class Tokenizer:
     """Encoder and decoder of text. bos is put in front of every prompt that does not begin with it; None adds nothing.
 
     tokenizer: that of the `tokenizers` library.
+    special: ids of the special tokens, such as end-of-sequence, which have no text.
     is_byte_level: whether the vocabulary writes each byte of a text as a character of its own.
     """
 
@@ -76,7 +77,7 @@ class Tokenizer:
         self.bos = bos
         added = tokenizer.get_added_tokens_decoder()
         self._added = frozenset(added)
-        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self.special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._alphabet = _byte_alphabet()
         self.is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
         self._longest = max(map(len, map(str.encode, _tokens(tokenizer)))) or 1
@@ -151,7 +152,7 @@ class Tokenizer:
 
         is_constrained: the output follows a grammar, which reads that space after a prompt without text too.
         """
-        text = self._text_ids(prompt)[-_MAX_PENDING:]
+        text = [token for token in prompt[-_MAX_CONTEXT:] if token not in self.special][-_MAX_PENDING:]
         if not text:
             return self.encode_rendered("a")[-1:] if is_constrained else tuple(prompt[-_MAX_PENDING:])
         for _ in range(_MAX_TAIL):  # parts of characters would make whole ones beside them invalid
@@ -164,16 +165,12 @@ class Tokenizer:
 
     def has_text(self, prompt: Sequence[int]) -> bool:
         """Return whether text, and not special tokens alone, comes before what follows a prompt."""
-        return bool(self._text_ids(prompt))
-
-    def _text_ids(self, prompt: Sequence[int]) -> list[int]:
-        """Return the last tokens of a prompt that are not special."""
-        return [token for token in prompt[-_MAX_CONTEXT:] if token not in self._special]
+        return any(token not in self.special for token in prompt[-_MAX_CONTEXT:])
 
     def specials_in(self, texts: Iterable[str]) -> frozenset[int]:
         """Return the special tokens whose names occur in texts."""
         ids = (token for text in texts for token in self._encode(text, add_special_tokens=False))
-        return frozenset(ids) & self._special
+        return frozenset(ids) & self.special
 
     def name_of(self, token: int) -> str:
         """Return the name of a token in the vocabulary; empty for an id without a token."""
@@ -184,7 +181,7 @@ class Tokenizer:
         name.
         """
         name = self.name_of(token)
-        if self.is_special(token):
+        if token in self.special:
             return name.encode()
         if byte := _BYTE_TOKEN.fullmatch(name):
             return bytes([int(byte[1], 16)])
@@ -200,7 +197,7 @@ class Tokenizer:
 
     def num_characters(self, token: int, skip_special_tokens: bool = True, is_first: bool = False) -> int:
         """Return the number of characters of a text that begin in a token. is_first: no text comes before it."""
-        if skip_special_tokens and self.is_special(token):
+        if skip_special_tokens and token in self.special:
             return 0
         text = self.decode([token], skip_special_tokens=False) if is_first else ""
         if text and _INCOMPLETE not in text:
@@ -213,29 +210,7 @@ class Tokenizer:
 
     def special_ids(self, names: Iterable[str]) -> frozenset[int]:
         """Return the ids of those of the names that are special tokens of the vocabulary."""
-        return frozenset(id_ for name in names if (id_ := self.tokenizer.token_to_id(name)) is not None) & self._special
-
-    def is_special(self, token: int) -> bool:
-        """Return whether a token, such as end-of-sequence, has no text."""
-        return token in self._special
-
-
-@dataclass(frozen=True)
-class TextPiece:
-    """The text that a chunk of tokens released.
-
-    Attributes:
-        texts: for each token, the text that it made safe to show; tokens after the end of a stop string do not count.
-        stopped: whether a stop string was found.
-    """
-
-    texts: tuple[str, ...]
-    stopped: bool
-
-    @property
-    def text(self) -> str:
-        """All of it."""
-        return "".join(self.texts)
+        return frozenset(id_ for name in names if (id_ := self.tokenizer.token_to_id(name)) is not None) & self.special
 
 
 class _StopString:
@@ -324,6 +299,7 @@ class TextStream:
         self._stops = list(map(self._stop, dict.fromkeys(stop)))
         self.stop_string: str | None = None
         self._skips_special = skip_special_tokens
+        self._plain = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._includes_stop = include_stop
         self._kept = frozenset(kept_tokens)
         self._num_unsearched = min_tokens
@@ -333,17 +309,19 @@ class TextStream:
         self._context: list[int] = []
         self._pending: list[int] = []
 
-    def push(self, token_ids: Sequence[int], ends: bool = False) -> TextPiece:
-        """Take the next tokens. After `stopped`, the stream must not be used again.
+    def push(self, token_ids: Sequence[int], ends: bool = False) -> list[str]:
+        """Take the next tokens, until there is a `stop_string`; then the stream must not be used again.
 
         ends: whether the last of the tokens ended the output.
+        Returns, for each token, the text that it made safe to show; tokens after the end of a stop string do not count.
         """
         texts: list[str] = []
         if self._left_context:
             self._context, self._left_context = list(self._left_context()), None
         for number, token in enumerate(token_ids, 1):
-            is_end = ends and number == len(token_ids)
-            is_hidden = self._is_hidden(token, is_end)
+            is_end = ends and number == len(token_ids) and not self._includes_stop
+            is_skipped = self._skips_special and token not in self._kept
+            is_hidden = (is_end or is_skipped) and token in self._tokenizer.special
             is_read = is_hidden and token in self._names
             text = self._before_kept() if is_read else "" if is_hidden else self._decode(token)
             if self._num_unsearched > 0:
@@ -354,9 +332,10 @@ class TextStream:
             if found is None and is_read:
                 found = self._release(self._names[token], token)
             if found is not None:
-                return TextPiece((*texts, found), stopped=True)
-            texts.append(self._safe())
-        return TextPiece(tuple(texts), stopped=False)
+                return [*texts, found]
+            end = len(self._held)  # the longest tail that begins a stop string is not safe
+            texts.append(self._take(min((self._start(stop, end, stop.matched) for stop in self._stops), default=end)))
+        return texts
 
     def flush(self) -> str:
         """Return the text still held back when the tokens have ended; cut at a stop string that it completes."""
@@ -394,11 +373,6 @@ class TextStream:
                 at -= name.end - name.start
         return at
 
-    def _safe(self) -> str:
-        """Take the held text up to the longest tail that begins a stop string."""
-        end = len(self._held)
-        return self._take(min((self._start(stop, end, stop.matched) for stop in self._stops), default=end))
-
     def _take(self, length: int) -> str:
         """Remove the beginning of the held text; return it without the names of hidden tokens."""
         text, self._held = self._held[:length], self._held[length:]
@@ -409,12 +383,6 @@ class TextStream:
                 self._hidden.insert(0, _HiddenName(max(name.start - length, 0), name.end - length, name.token))
         return text
 
-    def _is_hidden(self, token: int, is_end: bool) -> bool:
-        """Return whether the text does not show a special token."""
-        is_end = is_end and not self._includes_stop
-        is_skipped = self._skips_special and token not in self._kept
-        return (is_end or is_skipped) and self._tokenizer.is_special(token)
-
     def _decode(self, token: int) -> str:
         """Return the text that `token` completes, decoded with as much context as it needs; empty while a character is
         incomplete.
@@ -422,8 +390,8 @@ class TextStream:
         `tokenizers.decoders.DecodeStream` does the same, but fails for good once invalid UTF-8 changes text that is already
         out, and cannot return its rest.
         """
-        if self._skips_special and self._tokenizer.is_special(token):
-            return self._before_kept() + self._plain([token], False)
+        if self._skips_special and token in self._tokenizer.special:
+            return self._before_kept() + self._tokenizer.decode([token], skip_special_tokens=False)
         self._pending.append(token)
         text = self._text()
         if not text or text.endswith(_INCOMPLETE):
@@ -453,9 +421,6 @@ class TextStream:
         before = self._plain(self._context)
         both = self._plain(self._context + pending)
         return both[len(before) :] if both.startswith(before) else self._plain(pending)
-
-    def _plain(self, ids: Sequence[int], skips_special: bool | None = None) -> str:
-        return self._tokenizer.decode(ids, self._skips_special if skips_special is None else skips_special)
 
 
 def _tokens(tokenizer: HuggingFaceTokenizer) -> Iterable[str]:

@@ -75,8 +75,7 @@ def test_a_batch_of_texts_has_the_ids_of_each(demo: Tokenizer) -> None:
 
 def test_streamed_text_is_the_decoded_text(demo: Tokenizer) -> None:
     stream = TextStream(demo)
-    pieces = stream.push(demo.encode(TEXT))
-    assert pieces.text + stream.flush() == TEXT
+    assert "".join(stream.push(demo.encode(TEXT))) + stream.flush() == TEXT
 
 
 @pytest.mark.slow
@@ -84,25 +83,25 @@ def test_streamed_text_is_the_decoded_text(demo: Tokenizer) -> None:
 def test_streamed_text_is_the_decoded_text_of_any_tokens(ids: list[int]) -> None:
     tokenizer = load_tokenizer(str(DEMO))
     stream = TextStream(tokenizer)
-    assert stream.push(ids).text + stream.flush() == tokenizer.decode(ids)
+    assert "".join(stream.push(ids)) + stream.flush() == tokenizer.decode(ids)
 
 
 @given(st.lists(st.integers(0, 258), max_size=40))
 def test_invalid_bytes_never_break_a_stream(ids: list[int]) -> None:
     stream = TextStream(byte_fallback())
-    assert stream.push([*ids, 1]).text.endswith("a")
+    assert "".join(stream.push([*ids, 1])).endswith("a")
     assert stream.flush() == ""
 
 
 def test_a_character_is_shown_when_its_last_byte_is_there(demo: Tokenizer) -> None:
     eagle = [3 + byte for byte in "🦅".encode()]
     stream = TextStream(byte_fallback())
-    assert stream.push([1, *eagle]).texts == ("a", "", "", "", "🦅")
+    assert stream.push([1, *eagle]) == ["a", "", "", "", "🦅"]
 
 
 def test_an_incomplete_character_at_the_end_is_flushed() -> None:
     stream = TextStream(byte_fallback())
-    assert stream.push([1, 3 + 0xF0]).text == "a"
+    assert "".join(stream.push([1, 3 + 0xF0])) == "a"
     assert stream.flush() == "\ufffd"
 
 
@@ -116,9 +115,9 @@ def test_a_stop_string_in_the_flushed_text_ends_it() -> None:
 @pytest.mark.parametrize("byte", [0xFF, 0x80, 0xE2])
 def test_invalid_bytes_without_end_are_shown_as_they_come(byte: int) -> None:
     stream = TextStream(byte_fallback())
-    piece = stream.push([3 + byte] * 200)
-    assert (set(piece.text), len(piece.text) > 190) == ({"\ufffd"}, True)
-    assert len(piece.text) + len(stream.flush()) == 200
+    text = "".join(stream.push([3 + byte] * 200))
+    assert (set(text), len(text) > 190) == ({"\ufffd"}, True)
+    assert len(text) + len(stream.flush()) == 200
 
 
 def test_whole_characters_before_a_partial_one_are_emitted(demo: Tokenizer) -> None:
@@ -126,8 +125,8 @@ def test_whole_characters_before_a_partial_one_are_emitted(demo: Tokenizer) -> N
     assert len(ids) >= 120, "one token for each byte"
     broken = [token for token in ids[:120] if token != ids[2]]
     stream = TextStream(demo)
-    assert len(stream.push(broken).text) > 30
-    assert stream.push(ids).text.endswith("\u2603")
+    assert len("".join(stream.push(broken))) > 30
+    assert "".join(stream.push(ids)).endswith("\u2603")
 
 
 @given(st.data())
@@ -136,31 +135,32 @@ def test_grouping_changes_nothing_in_broken_text(data: st.DataObject) -> None:
     whole = TextStream(byte_fallback()).push(ids)
     stream = TextStream(byte_fallback())
     cut = data.draw(st.integers(0, len(ids)))
-    assert stream.push(ids[:cut]).texts + stream.push(ids[cut:]).texts == whole.texts
+    assert stream.push(ids[:cut]) + stream.push(ids[cut:]) == whole
 
 
 def test_leading_spaces_between_tokens_survive() -> None:
     stream = TextStream(byte_fallback())
-    assert stream.push([2, 1, 2, 2]).text == "ba b b"
+    assert "".join(stream.push([2, 1, 2, 2])) == "ba b b"
 
 
 def test_special_tokens_have_no_text(demo: Tokenizer) -> None:
     ids = demo.encode("return x")
-    assert TextStream(demo).push([0, *ids, 1]).text == "return x"
+    assert "".join(TextStream(demo).push([0, *ids, 1])) == "return x"
 
 
 def test_a_stop_string_cuts_text_but_counts_its_last_token(demo: Tokenizer) -> None:
     ids = demo.encode("one two three four")
-    piece = TextStream(demo, ["wo th"]).push(ids)
-    assert (piece.text, piece.stopped) == ("one t", True)
-    assert "wo th" in demo.decode(ids[: len(piece.texts)])
-    assert "wo th" not in demo.decode(ids[: len(piece.texts) - 1])
+    stream = TextStream(demo, ["wo th"])
+    texts = stream.push(ids)
+    assert ("".join(texts), stream.stop_string) == ("one t", "wo th")
+    assert "wo th" in demo.decode(ids[: len(texts)])
+    assert "wo th" not in demo.decode(ids[: len(texts) - 1])
 
 
 def test_text_that_may_become_a_stop_string_is_held_back(demo: Tokenizer) -> None:
     stream = TextStream(demo, ["three!"])
-    assert stream.push(demo.encode("one two three")).text == "one two "
-    assert stream.push(demo.encode(" four")).text == "three four"
+    assert "".join(stream.push(demo.encode("one two three"))) == "one two "
+    assert "".join(stream.push(demo.encode(" four"))) == "three four"
 
 
 def test_held_text_is_flushed_at_the_end(demo: Tokenizer) -> None:
@@ -171,7 +171,7 @@ def test_held_text_is_flushed_at_the_end(demo: Tokenizer) -> None:
 
 def test_the_first_of_two_stop_strings_in_one_token_counts(demo: Tokenizer) -> None:
     ids = demo.encode("x return")
-    assert TextStream(demo, ["turn", "ret"]).push(ids).text == "x "
+    assert "".join(TextStream(demo, ["turn", "ret"]).push(ids)) == "x "
 
 
 @pytest.mark.slow
@@ -180,13 +180,14 @@ def test_grouping_of_tokens_changes_nothing(data: st.DataObject) -> None:
     tokenizer = load_tokenizer(str(DEMO))
     ids = tokenizer.encode(TEXT * 2)
     stop = data.draw(st.lists(st.sampled_from([TEXT[i : i + n] for i in range(len(TEXT)) for n in (1, 3, 9)]), max_size=3))
-    whole = TextStream(tokenizer, stop).push(ids)
-    stream, texts, stopped, at = TextStream(tokenizer, stop), (), False, 0
-    while at < len(ids) and not stopped:
+    whole = TextStream(tokenizer, stop)
+    whole_texts = whole.push(ids)
+    stream, texts, at = TextStream(tokenizer, stop), list[str](), 0
+    while at < len(ids) and stream.stop_string is None:
         size = data.draw(st.integers(1, 5))
-        piece = stream.push(ids[at : at + size])
-        texts, stopped, at = (*texts, *piece.texts), piece.stopped, at + size
-    assert (texts, stopped) == (whole.texts, whole.stopped)
+        texts += stream.push(ids[at : at + size])
+        at += size
+    assert (texts, stream.stop_string) == (whole_texts, whole.stop_string)
     assert not any(string in "".join(texts) for string in stop)
 
 
@@ -250,8 +251,8 @@ def test_a_stop_string_is_looked_for_after_the_first_tokens_only(min_tokens: int
     stream, texts, stopped, at = TextStream(tokenizer, ["x"], min_tokens), [], False, 0
     for size in [*sizes, len(ids)]:
         if not stopped:
-            piece = stream.push(ids[at : at + size])
-            texts, stopped, at = [*texts, *piece.texts], piece.stopped, at + size
+            texts += stream.push(ids[at : at + size])
+            stopped, at = stream.stop_string is not None, at + size
     free = tokenizer.decode(ids[:min_tokens])
     rest = tokenizer.decode(ids)[len(free) :]
     assert "".join(texts) + ("" if stopped else stream.flush()) == free + rest.split("x")[0]
@@ -269,7 +270,7 @@ def test_kept_special_tokens_stay_in_the_text_unless_they_end_it() -> None:
     assert kept == {1, 2}
     ids = [*tokenizer.encode_rendered("def é"), 2, *tokenizer.encode_rendered(" x"), 0, 1]
     stream = TextStream(tokenizer, kept_tokens=kept)
-    assert "".join(stream.push([token], ends=token == 1).text for token in ids) + stream.flush() == "def é<|pad|> x"
+    assert "".join("".join(stream.push([token], ends=token == 1)) for token in ids) + stream.flush() == "def é<|pad|> x"
 
 
 def test_other_threads_run_while_a_long_text_is_encoded(demo: Tokenizer) -> None:
@@ -294,16 +295,18 @@ def test_text_goes_on_where_the_prompt_ends(tokenizer: Tokenizer, data: st.DataO
     prompt = data.draw(st.sampled_from([(1, *tokenizer.encode_rendered(text)), (1,), ()]))
     output = data.draw(st.lists(st.sampled_from([*range(259, 268), 1, 2]), max_size=12))
     stream = TextStream(tokenizer, context=partial(tokenizer.left_context, prompt))
-    assert tokenizer.decode(prompt) + stream.push(output).text + stream.flush() == tokenizer.decode([*prompt, *output])
+    assert tokenizer.decode(prompt) + "".join(stream.push(output)) + stream.flush() == tokenizer.decode([*prompt, *output])
 
 
 def test_the_first_word_of_an_output_keeps_its_space() -> None:
     tokenizer, paris = LIKE_LLAMA2["prepend"], 262
     prompt = (1, *tokenizer.encode_rendered("a is"))
-    assert TextStream(tokenizer, [" Paris"], context=partial(tokenizer.left_context, prompt)).push([paris]).stopped
+    stream = TextStream(tokenizer, [" Paris"], context=partial(tokenizer.left_context, prompt))
+    assert stream.push([paris]) == [""]
+    assert stream.stop_string == " Paris"
     for ids, constrained, text in ((prompt, False, " Paris"), ((1,), False, "Paris"), ((1,), True, " Paris")):
         context = partial(tokenizer.left_context, ids, constrained)
-        assert TextStream(tokenizer, context=context).push([paris]).text == text
+        assert "".join(TextStream(tokenizer, context=context).push([paris])) == text
     assert (tokenizer.token_text(paris), tokenizer.num_characters(paris)) == (" Paris", 6)
     assert tokenizer.num_characters(paris, is_first=True) == 5
 
@@ -314,7 +317,7 @@ def test_characters_of_bytes_go_on_where_the_prompt_ends(cut: int) -> None:
     ids = [3 + byte for byte in text.encode()]
     prompt = [1, 260, *ids * 3, *ids[: 3 * cut]]
     stream = TextStream(tokenizer, context=partial(tokenizer.left_context, prompt))
-    assert stream.push(ids[3 * cut :]).text == text[cut:]
+    assert "".join(stream.push(ids[3 * cut :])) == text[cut:]
 
 
 def test_bad_words_are_banned_inside_of_texts() -> None:
@@ -345,11 +348,10 @@ def test_stop_strings_are_found_as_a_plain_search_does(stops: list[str], words: 
     tokenizer = LIKE_LLAMA2["never"]
     stream, text = TextStream(tokenizer, stops), ""
     for number, token in enumerate(ids):
-        piece = stream.push([token])
-        text += piece.text
+        text += "".join(stream.push([token]))
         so_far = tokenizer.decode(ids[: number + 1])
         found = min(((so_far.find(stop), stop) for stop in stops if stop in so_far), default=None)
-        assert piece.stopped == (found is not None)
+        assert (stream.stop_string is not None) == (found is not None)
         if found is not None:
             assert (text, stream.stop_string) == (so_far[: found[0]], found[1])
             return
@@ -367,10 +369,10 @@ def test_a_hostile_stop_string_costs_little_at_each_token() -> None:
 def test_names_of_special_tokens_stop_where_the_tokens_are() -> None:
     tokenizer, end, other = LIKE_LLAMA2["never"], 2, 1
 
-    def stopped(stop: str, *ids: int, **options: Any) -> tuple[str, str | None, int]:
+    def stopped(stop: str, *ids: int, ends: bool = False, **options: Any) -> tuple[str, str | None, int]:
         stream = TextStream(tokenizer, [stop], stop_specials=tokenizer.specials_in([stop]), **options)
-        piece = stream.push(ids, ends=options.pop("ends", False))
-        return piece.text, stream.stop_string, len(piece.texts)
+        texts = stream.push(ids, ends)
+        return "".join(texts), stream.stop_string, len(texts)
 
     assert stopped("</s>", 263, end, 263) == ("a", "</s>", 2)
     assert stopped("a</s>i", 263, 263, end, 264, 263) == ("a", "a</s>i", 4)
@@ -383,7 +385,7 @@ def test_names_of_special_tokens_stop_where_the_tokens_are() -> None:
     assert stopped("a</s>", 263, end, skip_special_tokens=False) == ("", "a</s>", 2)
     assert stopped("</", 263, end, 263) == ("aa", None, 3), "a part of a name is text, and the token has none"
     assert stopped("</s>", end, 263, end, min_tokens=2) == ("a", "</s>", 3)
-    assert TextStream(tokenizer, ["</s>"], stop_specials=[end]).push([263, end], ends=True).stopped
+    assert stopped("</s>", 263, end, ends=True) == ("a", "</s>", 2)
 
 
 @pytest.mark.parametrize("bos", ["<nowhere>", "", None])
@@ -410,7 +412,7 @@ def test_a_stop_string_may_begin_inside_a_hidden_name(demo: Tokenizer) -> None:
     stop = ">\n<|eos|>"
     stream = TextStream(demo, [stop], stop_specials=demo.specials_in([stop]))
     ids = (*demo.encode("a "), hidden, *demo.encode(" abcdefghijklmnop"), hidden, *demo.encode("b"))
-    assert stream.push(ids).text + stream.flush() == "a  abcdefghijklmnopb"
+    assert "".join(stream.push(ids)) + stream.flush() == "a  abcdefghijklmnopb"
 
 
 @pytest.mark.parametrize("long_id", [1, 7], ids=["next", "after a gap"])

@@ -96,7 +96,7 @@ class ChatOutput:
 
     def _is_special(self, text: str) -> bool | None:
         token = self._tokenizer.tokenizer.token_to_id(text)
-        return None if token is None else self._tokenizer.is_special(token)
+        return None if token is None else token in self._tokenizer.special
 
 
 @cache
