@@ -24,7 +24,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import moved
 from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork, within
 from eyas.drafters.neural import NeuralDrafter, plan_tree_slots
-from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
+from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import (
     Expansion,
@@ -35,7 +35,7 @@ from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import noise_words, scorer_kind
 from eyas.emulation.device import EmulatedDevice
 from eyas.errors import ConfigError
-from eyas.kernels.arguments import Projected
+from eyas.kernels.arguments import NO_SLOTS, Projected
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.backends.packed_weights import PackedLinear, has_kernel
 from eyas.models.heads.block import BlockHead
@@ -208,7 +208,7 @@ def compiled_states(
         tokens: the target's ids of the roots.
         prefixes: slots of each session.
     """
-    size, none = head.config.block_size, no_slots()
+    size, none = head.config.block_size, NO_SLOTS
     visible, ahead = np.ones((size, size), np.bool_), np.arange(size)
     blocks = [
         Segment(ahead, np.minimum(len(own) + ahead, head.max_model_len - 1), none, own, visible, none) for own in prefixes

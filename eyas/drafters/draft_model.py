@@ -19,10 +19,11 @@ from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
 from eyas.device.transfer import Ints
 from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
-from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots
+from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache
 from eyas.drafters.trees.growth import Expansion
 from eyas.drafters.trees.rows import GroupLevels, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
+from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.backends.cuda import KernelBackend
 from eyas.models.backends.cuda_graphs import Capture, CaptureLimits, GraphBackend
@@ -118,7 +119,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
 
     def _claim(self, session: KVSession[TreeRows], context: DraftContext, busy: Collection[str]) -> bool:
         """Keep what the last tree ran for accepted tokens. The last token is always run again, for its logits."""
-        accepted = session.state.path(context.tokens[:-1]) if session.state else no_slots()
+        accepted = session.state.path(context.tokens[:-1]) if session.state else NO_SLOTS
         self.sessions.keep(session, accepted)
         width = self.tree.top_k if context.proposal == "deterministic" else 1
         num_scratch = width * (self.tree.num_steps - 1) if context.budget.wants_tree else 0

@@ -45,7 +45,7 @@ from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.mtp import MtpHead
 from eyas.models.heads.slots import attend_slots, layer_slots
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.protocol.tree import DraftTree, DraftTrees
+from eyas.protocol.tree import DraftTree
 
 # Sessions whose trees grow together where their rows share slots of the KV cache without the attention kernel.
 MAX_SHARING_SESSIONS = 16
@@ -105,6 +105,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     def _use(self, compiled: CompiledEagle | None) -> None:
         """Run the head's layers by kernels of the CPU from now on, or as they are."""
         self._compiled = compiled
+        if not self._slots:
+            self._max_grown = MAX_SHARING_SESSIONS if compiled or self._head.rows_in_slots else None
         if compiled:
             compiled.compile_kernels()
         self._run_segments = partial(compiled.run, kv=self._kv) if compiled else self._run_packed
@@ -174,7 +176,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
         rows_of: called with the commits that are run. Returns the answers to the commits, and what the rows found.
         """
-        drafts, ready = self._admit_all(contexts)
+        drafts, ready = self._admit(contexts)
         own = [contexts[i] for i in ready]
         for i, context in zip(ready, own, strict=True):
             drafts[i] = DraftTree.root_only(context.tokens[-1])
@@ -231,27 +233,18 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
-        is_ruled = any(context.allowed or context.logit_biases for context in contexts)
-        if self._compiled is None or is_ruled:
+        compiled, is_ruled = self._compiled, any(context.allowed or context.logit_biases for context in contexts)
+        if compiled is None or is_ruled:
             return super()._grow(contexts, states)
         words = noise_words(contexts, self.ranking, len(contexts))
         if scorer_kind(words) == "filtered":
             return super()._grow(contexts, states)
-        starts = range(0, len(contexts), MAX_SHARING_SESSIONS)
-        parts = [slice(start, start + MAX_SHARING_SESSIONS) for start in starts]
-        of_parts = [(contexts[part], states[part], np.ascontiguousarray(words[:, part])) for part in parts]
-        return [tree for part in of_parts for tree in self._grow_compiled(self._compiled, *part)]
-
-    def _grow_compiled(
-        self, compiled: CompiledEagle, contexts: Sequence[DraftContext], states: Tensor, words: Ints
-    ) -> DraftTrees:
-        """Grow trees by the kernels of the CPU. words: see `noise_words`."""
         assert self._tree_slots is not None
         shape = self._shape(contexts, self._max_expanded)
         budgets = [within(context.budget, self.tree) for context in contexts]
         growth = LevelGrowth(self.draft_ids, words, scorer_kind(words) == "noised", budgets, shape)
         rows = CompiledRows(self._prefix_slots(contexts), self._tree_slots, self._head.max_model_len)
-        growth.add(self._head.raw_logits(states))
+        growth.add(compiled.logits(states))
         while growth.widths.any():
             sources, places = rows.add(growth)
             tokens = self.draft_ids.numpy()[growth.tokens[places]]

@@ -21,7 +21,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import moved
 from eyas.drafters.base import DraftContext
-from eyas.drafters.eagle import MAX_SHARING_SESSIONS, EagleDrafter
+from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.sessions import KVSession, num_features
 from eyas.drafters.trees.growth import Expansion
 from eyas.drafters.trees.rows import GroupLevels, PaddedPrefix, Roots, SlotLevels, TreeSlots
@@ -56,10 +56,6 @@ class MtpDrafter(EagleDrafter):
     def _num_passes(self) -> int:
         last = self._modules.num_modules - 1
         return last + 1 + sum(last + 1 - min(level, last) for level in range(1, self.tree.num_steps))
-
-    @property
-    def _max_grown(self) -> int | None:
-        return MAX_SHARING_SESSIONS if self._slots is None else super()._max_grown
 
     def _scratch(self, contexts: Sequence[DraftContext], slots: TreeSlots | None) -> Sequence[Slots]:
         if slots is not None:

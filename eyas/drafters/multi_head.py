@@ -24,10 +24,11 @@ from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
 from eyas.device.transfer import moved, upload
 from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork
 from eyas.drafters.neural import NeuralDrafter, plan_tree_slots
-from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, no_slots, num_features
+from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree
 from eyas.drafters.trees.rows import Roots, RowLayout, TreeSlots
 from eyas.errors import ConfigError
+from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.backends.attention_metadata import Tiling
 from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.heads.hydra import HydraHead, PrefixLayer
@@ -112,7 +113,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         return layer.finish(attended, projected.residual[ends])
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
-        return [no_slots()] * len(contexts)
+        return [NO_SLOTS] * len(contexts)
 
     def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
         if isinstance(self._head, HydraHead):

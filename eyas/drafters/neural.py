@@ -99,7 +99,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self._static_tree = static_tree
         self.draft_ids = draft_ids
         self.sessions = sessions
+        self._max_expanded = static_tree.max_expanded if static_tree else tree.top_k  # nodes of a level, at most
         self._slots: TreeSlots | None = None
+        self._max_grown: int | None = None  # sessions whose trees grow together; None for any number
         self.graphs: TreeGraphs | None = None
         self.chain_graphs: ChainGraphs | None = None
         self._extend_graphs: ExtendGraphs | None = None
@@ -124,7 +126,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             extend: runs new rows; None if this is not captured.
             feature_size: of their features.
         """
-        self._slots = slots
+        self._slots, self._max_grown = slots, slots.max_sessions if slots else None
         if slots is None or capture is None:
             return
         tree = replace(self.tree, top_k=self._max_expanded)
@@ -153,7 +155,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        drafts, ready = self._admit_all(contexts)
+        drafts, ready = self._admit(contexts)
         if not ready:
             return drafts
         found = [self._extend_on_device(part) for part in split_contexts([contexts[i] for i in ready])]
@@ -161,12 +163,12 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         for i in ready:
             drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
         rows = {i: row for row, i in enumerate(i for i in ready if self._has_state(contexts[i]))}
+        most = self._max_grown or len(contexts)
         for proposal, make_trees in (("deterministic", self._grow), ("sampled", self._draw)):
             chosen = [i for i in rows if contexts[i].budget.wants_tree and contexts[i].proposal == proposal]
-            if chosen:
-                chosen_states = states[upload([rows[i] for i in chosen], states.device)]
-                trees = self._in_parts(make_trees, [contexts[i] for i in chosen], chosen_states)
-                for i, tree in zip(chosen, trees, strict=True):
+            for part in (chosen[start : start + most] for start in range(0, len(chosen), most)):
+                part_states = states[upload([rows[i] for i in part], states.device)]
+                for i, tree in zip(part, make_trees([contexts[i] for i in part], part_states), strict=True):
                     drafts[i] = tree
                     if proposal == "deterministic":
                         self.ranking.proposed(contexts[i], tree)
@@ -260,31 +262,17 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _keep_rows(self, contexts: Sequence[DraftContext], rows: Ints, top_k: int) -> None:
         """Keep the output of `_rows_run` for the next commit."""
 
-    def _admit_all(self, contexts: Sequence[DraftContext]) -> tuple[list[Draft], list[int]]:
+    def _admit(self, contexts: Sequence[DraftContext]) -> tuple[list[Draft], list[int]]:
         """Return the answers to contexts that are not run, None for the others; and the places of these."""
-        busy = {context.session for context in contexts}
+        busy, drafts = {context.session for context in contexts}, list[Draft]()
         for context in contexts:
             self.ranking.observe(context)
-        drafts = [self._admit(context, busy) for context in contexts]
+            session = self.sessions.follow(context)
+            if isinstance(session, ResyncRequired):
+                drafts.append(session)
+            else:
+                drafts.append(None if self._claim(session, context, busy) else DraftTree.root_only(context.tokens[-1]))
         return drafts, [i for i, draft in enumerate(drafts) if draft is None]
-
-    def _admit(self, context: DraftContext, busy: Collection[str]) -> Draft:
-        """Return None if the context is to be run, else the answer to it."""
-        session = self.sessions.follow(context)
-        if isinstance(session, ResyncRequired):
-            return session
-        return None if self._claim(session, context, busy) else DraftTree.root_only(context.tokens[-1])
-
-    def _in_parts(
-        self,
-        make_trees: Callable[[Sequence[DraftContext], Tensor], Sequence[DraftTree]],
-        contexts: Sequence[DraftContext],
-        states: Tensor,
-    ) -> list[DraftTree]:
-        """Return the trees of all contexts, of as many at a time as there are slots for."""
-        most = self._max_grown or len(contexts)
-        starts = range(0, len(contexts), most)
-        return [tree for i in starts for tree in make_trees(contexts[i : i + most], states[i : i + most])]
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees."""
@@ -359,11 +347,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             return slots.rows(len(contexts))
         return [self.sessions[context.session].scratch for context in contexts]
 
-    @property
-    def _max_grown(self) -> int | None:
-        """Most sessions whose trees grow together; None for any number."""
-        return self._slots.max_sessions if self._slots else None
-
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         """Return the slots that the rows of each session's tree attend to."""
         return [self.sessions[context.session].slots for context in contexts]
@@ -373,11 +356,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         num_steps = min(self.tree.num_steps, max(context.budget.max_depth for context in contexts))
         num_drafted = max(context.budget.max_nodes for context in contexts) - 1
         return replace(self.tree, num_steps=num_steps, top_k=max(min(top_k, num_drafted), 1))
-
-    @property
-    def _max_expanded(self) -> int:
-        """Most nodes that are expanded at a level."""
-        return self._static_tree.max_expanded if self._static_tree else self.tree.top_k
 
 
 def _computing(expansion: Expansion) -> Expansion:

@@ -21,6 +21,7 @@ from eyas.cache.prefix_cache import SlotAllocator, Slots
 from eyas.config import DraftingConfig
 from eyas.drafters.base import DraftContext
 from eyas.errors import ConfigError
+from eyas.kernels.arguments import NO_SLOTS
 from eyas.protocol.commit import ResyncRequired
 
 DEFAULT_SLOTS = 65536
@@ -105,11 +106,6 @@ class SessionLedger(Generic[SessionT]):
         """Free what is cached for a session that is dropped."""
 
 
-def no_slots() -> Slots:
-    """Return the slots of a session that caches nothing."""
-    return np.zeros(0, dtype=np.int64)
-
-
 @dataclass
 class KVSession(Session, Generic[StateT]):
     """A session with slots in a KV cache.
@@ -121,8 +117,8 @@ class KVSession(Session, Generic[StateT]):
         state: what the drafter keeps beside the slots; it is dropped together with them.
     """
 
-    slots: Slots = field(default_factory=no_slots)
-    scratch: Slots = field(default_factory=no_slots)
+    slots: Slots = field(default_factory=NO_SLOTS.copy)
+    scratch: Slots = field(default_factory=NO_SLOTS.copy)
     num_new: int = 0
     state: StateT | None = None
 
@@ -150,7 +146,7 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
         fits = session.committed_length <= self._context_length and not session.dormant
         if not fits or not self._make_room(count + num_scratch, busy):
             self._free(session)
-            session.slots, session.num_new, session.dormant = no_slots(), 0, True
+            session.slots, session.num_new, session.dormant = NO_SLOTS, 0, True
             return False
         session.slots = np.concatenate([session.slots, self._allocator.take(count)])
         session.scratch, session.num_new = self._allocator.take(num_scratch), count
@@ -162,7 +158,7 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
         session.slots = np.concatenate([session.slots, accepted])
         self._allocator.free(np.setdiff1d(session.scratch, accepted, assume_unique=True))
         self._num_scratch -= len(session.scratch)
-        session.scratch, session.state = no_slots(), None
+        session.scratch, session.state = NO_SLOTS, None
 
     def check(self) -> None:
         """Assert that every slot is free or belongs to exactly one session."""
@@ -187,7 +183,7 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
         if len(session.scratch):
             self._allocator.free(session.scratch)
             self._num_scratch -= len(session.scratch)
-            session.scratch, session.state = no_slots(), None
+            session.scratch, session.state = NO_SLOTS, None
 
     def _make_room(self, count: int, busy: Collection[str]) -> bool:
         """Free slots of idle sessions until `count` are free. Frees nothing if all of them together are too few."""

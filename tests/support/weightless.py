@@ -165,6 +165,6 @@ def commits(drafter: NeuralDrafter[Any], lengths: Sequence[int], count: int) -> 
         for start, end in ((0, length), (length, length + count)):
             features = torch.empty(end - start - (not start), drafter.needs.feature_size, dtype=torch.bfloat16)
             context = Commit(f"{number}", 0, start, (5,) * (end - start), features, NoiseKey(0), TreeBudget(60, 8))
-            assert drafter._admit(context, set()) is None
+            assert drafter._admit([context]) == ([None], [0])
         found.append(context)
     return found

@@ -44,6 +44,7 @@ class CompiledEagle:
         norms = [RMSNorm(weight, eps, adds_one=False) for weight in weights if weight is not None]
         self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(parts, norms, strict=True)]
         self._stack = CpuStack.of(self._layers)
+        self._first, self._final_norm = parts[0], norms[-1]
 
     @staticmethod
     def compile_kernels() -> None:
@@ -63,7 +64,7 @@ class CompiledEagle:
         """
         tokens, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("tokens", "slots"))
         keys = RowKeys.of(new, len(tokens))
-        rows, rotary = self._rows(features, np.arange(len(tokens)), tokens, slots, keys), self._rotary(keys.positions)
+        rows, rotary = self._rows(features, np.arange(len(tokens)), tokens, slots, keys)
         deepest, ends = len(self._layers) - 1, keys.ends - 1
         for number in range(deepest):
             self._layers[number].run(self._kernels, rows, rotary, kv, number)
@@ -78,7 +79,7 @@ class CompiledEagle:
         return self.level(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments, len(tokens)), kv)[0]
 
     def level(
-        self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any, kv: KVCache
+        self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys, kv: KVCache
     ) -> tuple[Tensor, Tensor]:
         """Return the rows of trees [R] behind the states [N, H] that `sources` [R] name: their states [R, H] and logits
         [R, D].
@@ -86,9 +87,8 @@ class CompiledEagle:
         Args:
             tokens: the target's ids [R].
             slots: for their keys and values [R].
-            keys: RowKeys of the rows.
         """
-        rows, rotary = self._rows(states, sources, tokens, slots, keys), self._rotary(keys.positions)
+        rows, rotary = self._rows(states, sources, tokens, slots, keys)
         if self._stack:
             self._stack.run(rows, [rotary], kv)
         else:
@@ -97,13 +97,24 @@ class CompiledEagle:
         is_bare = self._head.config.wiring.output == "bare"
         return self._states(rows), self._head.lm_head(rows.state if is_bare else rows.normed)
 
-    def _rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any) -> CpuRows:
-        """Return the inputs of the first layer."""
-        head, first, width = self._head, self._head.layer(0), states.shape[1]
+    def logits(self, states: Tensor) -> Tensor:
+        """Return draft logits [R, D] of states [R, H]."""
+        if self._head.config.wiring.output == "state":
+            norm, normed = self._final_norm, torch.empty_like(states)
+            self._kernels.norm(states.numpy(), norm.factors, norm.eps, normed.numpy())
+            states = normed
+        return self._head.lm_head(states)  # type: ignore[no-any-return]
+
+    def _rows(
+        self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys
+    ) -> tuple[CpuRows, tuple[Floats, Floats]]:
+        """Return the inputs of the first layer, and cos and sin of their positions."""
+        head, first, width = self._head, self._first, states.shape[1]
+        rotary = self._cos[keys.positions], self._sin[keys.positions]
         if head.fc is not None:
             embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
             joined, _ = head.first_inputs(embedded, states[torch.from_numpy(sources)])
-            return CpuRows(joined, slots, keys, inputs=joined)
+            return CpuRows(joined, slots, keys, inputs=joined), rotary
         assert first.input_norm is not None
         assert first.hidden_norm is not None
         inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
@@ -114,13 +125,10 @@ class CompiledEagle:
         )  # fmt: skip
         if head.config.wiring.norm_before_residual:
             residual.copy_(inputs[:, width:])
-        return CpuRows(residual, slots, keys, inputs=inputs)
+        return CpuRows(residual, slots, keys, inputs=inputs), rotary
 
     def _states(self, rows: CpuRows) -> Tensor:
         return rows.normed if self._head.config.wiring.output == "normed" else rows.state
-
-    def _rotary(self, positions: Ints) -> tuple[Floats, Floats]:
-        return self._cos[positions], self._sin[positions]
 
 
 def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:

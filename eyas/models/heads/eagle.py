@@ -88,7 +88,7 @@ class EagleHead(nn.Module):
         self, config: EagleHeadConfig, tensors: Mapping[str, Tensor], embedding: Tensor, lm_head: Tensor, max_model_len: int
     ) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.max_model_len = config, max_model_len
         self.embedding = frozen(embedding)
         self.lm_head = linear(lm_head)
         self.fc = linear(tensors["fc.weight"], tensors.get("fc.bias")) if config.kind == "eagle" else None
@@ -105,11 +105,6 @@ class EagleHead(nn.Module):
         self.rotary: Tensor
         self.mask_feature: Tensor | None
         self.compiled: CompiledEagle | None = None
-
-    @property
-    def max_model_len(self) -> int:
-        """Return the number of positions that the rotary table covers."""
-        return int(self.rotary.shape[0])
 
     @property
     def wiring(self) -> HeadWiring:

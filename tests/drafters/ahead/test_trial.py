@@ -310,7 +310,7 @@ def test_a_miss_that_is_not_waited_for_joins_the_next_pass(
 ) -> None:
     drafter, first = growing(tiny_target, tiny_head), session("a", 9)
     missed = going_on(first, [47])
-    monkeypatch.setattr(drafter.drafter, "_admit_all", None)
+    monkeypatch.setattr(drafter.drafter, "_admit", None)
     (answer,) = drafter.propose([missed._replace(has_tree=True, budget=TreeBudget(1, 0))])
     monkeypatch.undo()
     assert answer == DraftTree.root_only(47), "without a pass"
