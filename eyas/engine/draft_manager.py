@@ -21,7 +21,7 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
 from eyas.kernels.noise import draft_seed
-from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, Proposal, ResyncRequired, TreeBudget
+from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.packed_trees import TreeLimits, are_valid_trees
 
@@ -133,7 +133,10 @@ class DraftManager:
         wanted = [(s, budget) for s, budget in zip(sequences, budgets, strict=True) if s.prefilling or budget.wants_tree]
         if wanted:
             requested = [sequence for sequence, _ in wanted]
-            features = self._features(requested) if drafter.needs.features else repeat(None)
+            features: Iterable[Tensor | None] = repeat(None)
+            if drafter.needs.features:  # those that the drafter lacks, all gathered at once
+                slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in requested]
+                features = torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots])
             contexts = [
                 self._context(sequence, budget, rows) for (sequence, budget), rows in zip(wanted, features, strict=False)
             ]
@@ -192,8 +195,18 @@ class DraftManager:
         return replies
 
     def _replies(self, requested: Seq[Sequence], contexts: Seq[DraftContext], pending: Pending) -> list[DraftReply]:
-        drafts = pending()
-        are_valid = bool(drafts) and self._are_valid(contexts, drafts)
+        """Wait for the answers, and check the trees among them: at once, or one by one if not all are usual and valid."""
+        drafts, are_valid = pending(), False
+        pairs = zip(contexts, drafts, strict=True)
+        found = [(context, draft) for context, draft in pairs if isinstance(draft, DraftTree)]
+        if found and all(context.proposal == "deterministic" for context, _ in found):
+            limits = TreeLimits(
+                roots=[context.tokens[-1] for context, _ in found],
+                max_nodes=[context.budget.max_nodes for context, _ in found],
+                max_depths=[context.budget.max_depth for context, _ in found],
+                vocab_size=self._runner.target.vocab_size,
+            )
+            are_valid = are_valid_trees([tree for _, tree in found], limits)
         return [self._reply(*each, are_valid) for each in zip(requested, contexts, drafts, strict=True)]
 
     def release(self, request_ids: Seq[str]) -> None:
@@ -208,36 +221,26 @@ class DraftManager:
             ended, self._ended = self._ended, []
             self._guarded(partial(self._drafter.release, ended))
 
-    def _features(self, sequences: Seq[Sequence]) -> list[Tensor | None]:
-        """Return the features that the drafter lacks of each sequence, all gathered at once."""
-        slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in sequences]
-        return list(torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots]))
-
     def _context(self, sequence: Sequence, budget: TreeBudget, features: Tensor | None) -> DraftContext:
         request, start, length = sequence.request, sequence.drafted, sequence.computed + 1
         template = self._templates.get(request.id)
-        if template is None:
-            template = self._templates[request.id] = self._template(request)
+        if template is None:  # what all contexts of a request share
+            noise, proposal = request.noise_key, NO_COMMIT.proposal
+            if self._rule == "rejection" and noise.temperature > 0:
+                noise, proposal = replace(noise, seed=draft_seed(noise.seed)), "sampled"
+            template = self._templates[request.id] = NO_COMMIT._replace(
+                session=request.id,
+                noise=noise,
+                proposal=proposal,
+                wants_sources=request.return_verify_steps,
+                tenant_key=request.tenant_key,
+            )
         return template._replace(
             epoch=sequence.epoch,
             start_position=start,
             tokens=tuple(sequence.tokens[start:length]),
             features=features,
             budget=budget,
-        )
-
-    def _template(self, request: Request) -> DraftContext:
-        """Return the part that all contexts of a request share."""
-        noise = request.noise_key
-        proposal: Proposal = "deterministic"
-        if self._rule == "rejection" and noise.temperature > 0:
-            noise, proposal = replace(noise, seed=draft_seed(noise.seed)), "sampled"
-        return NO_COMMIT._replace(
-            session=request.id,
-            noise=noise,
-            proposal=proposal,
-            wants_sources=request.return_verify_steps,
-            tenant_key=request.tenant_key,
         )
 
     def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft, is_valid: bool) -> DraftReply:
@@ -251,20 +254,6 @@ class DraftManager:
             self._rejected.append(context.session)
             return DraftReply(sequence, None, 0, sequence.epoch + 1)
         return DraftReply(sequence, None, sequence.drafted, sequence.epoch)
-
-    def _are_valid(self, contexts: Seq[DraftContext], drafts: Seq[Draft]) -> bool:
-        """Return whether each tree that came passes `_is_valid`, and none is sampled."""
-        pairs = zip(contexts, drafts, strict=True)
-        found = [(context, draft) for context, draft in pairs if isinstance(draft, DraftTree)]
-        if not found or [context for context, _ in found if context.proposal != "deterministic"]:
-            return False
-        limits = TreeLimits(
-            roots=[context.tokens[-1] for context, _ in found],
-            max_nodes=[context.budget.max_nodes for context, _ in found],
-            max_depths=[context.budget.max_depth for context, _ in found],
-            vocab_size=self._runner.target.vocab_size,
-        )
-        return are_valid_trees([tree for _, tree in found], limits)
 
     def _is_valid(self, tree: DraftTree, context: DraftContext) -> bool:
         try:

@@ -150,8 +150,7 @@ class Engine:
         collected, cost_collected = self._clock(), self._cost_clock()
 
         batch = self.scheduler.schedule(drafts)
-        outputs = StepOutputs.without_draws(0)
-        pass_s = 0.0
+        pass_s, outputs = 0.0, None
         if batch:
             began = self._cost_clock()
             outputs = self._verified(batch, meanwhile)
@@ -160,16 +159,18 @@ class Engine:
             if self.draft_manager.needs_samples:
                 edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
             committed = self.scheduler.commit(batch, outputs, edited)
-            self._release(committed.ended)
+            if committed.ended:
+                self._release(committed.ended)
             chunks = Chunks([*cancelled, *committed.last], committed.emissions, committed.finished)
         else:
             meanwhile()
             chunks = Chunks(cancelled)
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
-        between = None if self._ended is None else cost_started - self._ended
-        draft_s, host_s = cost_collected - cost_started + self._request_s, self._cost_clock() - cost_collected - pass_s
-        self.budget.observe(batch, outputs, StepTimes(draft_s, pass_s, between, host_s))
+        if outputs is not None:
+            between = None if self._ended is None else cost_started - self._ended
+            draft_s, host_s = cost_collected - cost_started + self._request_s, self._cost_clock() - cost_collected - pass_s
+            self.budget.observe(batch, outputs, StepTimes(draft_s, pass_s, between, host_s))
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
         admitted, preempted = tuple(self.scheduler.admitted), tuple(self.scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted, tuple(chunks.ended))

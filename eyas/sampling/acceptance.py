@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from eyas.api.request import Request, TokenLogprob
+from eyas.kernels.choice import tree_kernels
 from eyas.protocol.tree import DraftTree, Ints
-from eyas.sampling.packed_trees import PackedTrees, accepted_rows
+from eyas.sampling.packed_trees import PackedTrees
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -165,30 +166,29 @@ class StepOutputs(Sequence[VerifyOutput]):
         return cls(nodes, tokens, ends, samples, sample_ends, own, details)
 
     @classmethod
-    def without_draws(cls, num_requests: int) -> StepOutputs:
-        """Return the outputs of a step inside prompts."""
-        return cls.of([NOTHING_MORE] * num_requests)
-
-    @classmethod
     def matched(cls, rows: DrawnRows, samples: Ints) -> StepOutputs:
         """Return the outputs of a step by the rule `match`. samples: drawn from the target, at each node [N]."""
         trees = rows.trees
         if trees is None:
-            return cls.without_draws(rows.num_requests)
+            return cls.of([NOTHING_MORE] * rows.num_requests)
         return cls.accepted(rows, samples, trees.nodes.tokens, samples, samples)
 
     @classmethod
     def accepted(cls, rows: DrawnRows, samples: Ints, names: Ints, wanted: Ints, emitted: Ints) -> StepOutputs:
-        """Walk down the trees of a step that has some.
+        """Walk down every tree of a step that has some, as long as a node has a child that is wanted there.
+
+        By the rule `match` a node's name is its token, and wanted is what the target has drawn. By the rule `rejection` a
+        node's name is its row, and wanted is the row of the child that is accepted.
 
         Args:
-            names, wanted: see `accepted_rows`; the others are of all nodes [N].
-            samples: drawn from the target.
+            samples: drawn from the target; this and the others are of all nodes [N].
+            names: of the nodes.
+            wanted: name of the child that goes on from each node; the first child with it does.
             emitted: after each node if it is accepted.
         """
         trees, places = rows.trees, rows.places
         assert trees is not None, "no request draws"
-        kept, ends = accepted_rows(trees, names, wanted)
+        kept, ends = tree_kernels().accepted_rows(trees.nodes.counts, names, trees.above, wanted)
         nodes, tokens = kept - trees.roots[kept], emitted[kept]
         counts, levels = trees.nodes.counts, np.maximum.reduceat(trees.depths, trees.nodes.firsts)
         if len(places) == rows.num_requests:

@@ -88,7 +88,7 @@ def drawn_logits(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
 
 
 def accepted_paths(trees: Mapping[int, DraftTree], samples: Tensor, verdicts: SiblingVerdicts) -> tuple[Tensor, Tensor]:
-    """Walk at least one tree on the device as `eyas.sampling.packed_trees.accepted_rows` does on the host.
+    """Walk at least one tree on the device as `StepOutputs.accepted` does on the host.
 
     Returns the drawn row of each accepted node of a tree, the last one repeated, and what is emitted after it; both int64
     [T, L].

@@ -1,4 +1,4 @@
-"""Draft trees of a step as arrays: their checks, what their nodes see, and the rule `match` over all of them."""
+"""Draft trees of a step as arrays: their checks, and what their nodes see."""
 
 from __future__ import annotations
 
@@ -63,24 +63,6 @@ def are_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> bool:
     if any(nodes.sampled):
         return False
     return bool(tree_kernels().are_valid(nodes.counts, nodes.tokens, nodes.parents, bounds, limits.vocab_size))
-
-
-def accepted_rows(trees: PackedTrees, names: Ints, wanted: Ints) -> tuple[Ints, Ints]:
-    """Walk down every tree as long as a node has a child that is wanted there.
-
-    By the rule `match` a node's name is its token, and wanted is what the target has drawn. By the rule `rejection` a node's
-    name is its row, and wanted is the row of the child that is accepted.
-
-    Args:
-        trees: the nodes [R].
-        names: of each node [R].
-        wanted: name of the child that goes on from each node; the first child with it does [R].
-
-    Returns:
-        Rows of all accepted paths, one path after the other [A], and where the path of each tree ends among these [B].
-    """
-    rows, ends = tree_kernels().accepted_rows(trees.nodes.counts, names, trees.above, wanted)
-    return rows, ends
 
 
 def ranges(firsts: Ints, counts: Ints) -> Ints:

@@ -79,6 +79,7 @@ class AdaptiveDraftBudget:
         self._survival, self._recent, self._choice = SurvivalModel(), RecentTrees(), Choice()
         self._context_token_s, self._other_s = context_token_s, 0.0
         self._step, self._most, self._sizes = DECODE_ONLY, 1, dict[str, TreeSize]()
+        self._full = NO_TREE  # the largest size
         self._num_steps = self._num_drafted = self._age = 0
         self._rows = (0, 0)  # of the last choice
         self._pause = self._num_failed = self._load = 0  # plain steps to go; failures in a row; sequences at the last one
@@ -95,6 +96,7 @@ class AdaptiveDraftBudget:
 
     def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
         self._step, self._most, before = step, min(most, self._tree.num_draft_tokens), self._sizes
+        self._full = TreeSize(self._most, min(self._tree.num_steps, self._most - 1))
         self._num_others = num_plain + step.num_prefilling
         sizes = self._chosen(decoding, num_plain) if decoding and self._most > 1 else {}
         self._is_usual = sum([not before.get(name, NO_TREE).depth for name in sizes]) <= self.MAX_LATE * len(sizes)
@@ -163,18 +165,11 @@ class AdaptiveDraftBudget:
             self._trying = [*decoding[first:], *decoding[:first]][:count]
         return self._trying
 
-    @property
-    def _full(self) -> TreeSize:
-        """Return the largest size."""
-        return TreeSize(self._most, min(self._tree.num_steps, self._most - 1))
-
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
-        parts = self._pruned(trees, num_plain) if trees else []
-        self._drafted = {id(part): tree for part, tree in zip(parts, trees, strict=True)}
-        return parts
-
-    def _pruned(self, trees: Seq[DraftTree], num_plain: int) -> list[DraftTree]:
-        """Return the likeliest nodes of all trees that yield more tokens than their seconds would otherwise."""
+        self._drafted = {id(tree): tree for tree in trees}
+        if not trees:
+            return []
+        # keep the likeliest nodes of all trees that yield more tokens than their seconds would otherwise
         chances = np.concatenate([survival[1:] for survival in self._survival.survival(trees)])
         order = np.argsort(-chances, kind="stable")  # ties go to the earlier node, hence parents before their children
         num_rows = num_plain + len(trees)
@@ -191,11 +186,11 @@ class AdaptiveDraftBudget:
         is_kept[whole.firsts] = True
         drafted = np.flatnonzero(~is_kept)
         is_kept[drafted[order[:num_kept]]] = True
-        return list(whole.cut(is_kept))
+        parts = list(whole.cut(is_kept))
+        self._drafted = {id(part): tree for part, tree in zip(parts, trees, strict=True)}
+        return parts
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, times: StepTimes) -> None:
-        if not batch:
-            return
         self._num_steps += 1
         requested = [size for size in self._sizes.values() if size.depth] if self.num_nodes > 1 else []
         if not requested:
