@@ -276,7 +276,7 @@ def _costs(scores: Sequence[MethodScore]) -> Table:
         "after another, and the layers in them; all heads of Medusa count as one layer, each of Hydra as one. "
         f"{PER_VERIFY_TIME}: tau / (1 + {LAYER_COST:g} layers), the tokens in the time of a verify pass if a layer of the "
         "drafter takes a tenth of it and lookups take none. Plain ranking: by draft probabilities "
-        "(`drafting.ranking_temperature: 1`); otherwise they are sharpened, as calibrated while serving."
+        "(`drafting.ranking_temperature: 1`); otherwise they are sharpened, as by default."
     )
     return Table(f"Temperature {scores[0].temperature:g}: what drafts cost", columns, rows, note)
 

@@ -117,7 +117,7 @@ class BlockDrafter(NeuralDrafter[None]):
     def warm_up(self) -> None:
         super().warm_up()
         if self._compiled and self._growth:  # compiled at its first call
-            c, words = self._head.config, noise_words([], self.ranking, 1)
+            c, words = self._head.config, noise_words([], self._config, 1)
             blocks = compiled_states(self._head, self._compiled, self._kv, [0], [np.zeros(1, np.int64)])
             place = np.array([self._kv.scratch])
             self._compiled.cache_context(blocks[0, :1].contiguous(), place * 0, place, self._kv)
@@ -163,7 +163,7 @@ class BlockDrafter(NeuralDrafter[None]):
         is_ruled = any(context.allowed or context.logit_biases for context in contexts)
         if not self._compiled or not self._growth or is_ruled:
             return super()._grow(contexts, states)
-        words = noise_words(contexts, self.ranking, len(contexts))
+        words = noise_words(contexts, self._config, len(contexts))
         if (kind := scorer_kind(words)) == "filtered":
             return super()._grow(contexts, states)
         tokens, shape = [context.tokens[-1] for context in contexts], self._shape(contexts, self._max_expanded)

@@ -156,7 +156,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _best_next(self, contexts: Sequence[DraftContext], states: Tensor, num_candidates: int) -> Ranked:
         """Return the best next tokens [S, C] by the states [S, H] behind the contexts' last tokens."""
-        scorer = make_scorer(contexts, self.ranking, 1, self.draft_ids)
+        scorer = make_scorer(contexts, self._config, 1, self.draft_ids)
         best = scorer(self._head.raw_logits(states[:, None]), 0).best(num_candidates)
         return Ranked(*(column[:, 0] for column in best))
 
@@ -236,7 +236,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         compiled, is_ruled = self._compiled, any(context.allowed or context.logit_biases for context in contexts)
         if compiled is None or is_ruled:
             return super()._grow(contexts, states)
-        words = noise_words(contexts, self.ranking, len(contexts))
+        words = noise_words(contexts, self._config, len(contexts))
         if scorer_kind(words) == "filtered":
             return super()._grow(contexts, states)
         assert self._tree_slots is not None

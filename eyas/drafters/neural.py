@@ -23,7 +23,6 @@ from eyas.device.transfer import Bools, Ints, Reals, download, upload
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within, without_banned
 from eyas.drafters.emulated import EmulatedExpansion
 from eyas.drafters.sessions import KVLedger, KVSession, StateT, num_features
-from eyas.drafters.trees.calibration import Ranking
 from eyas.drafters.trees.cuda_graphs import ChainGraphs, ExtendGraphs, ExtendPass, RoundPlace, TreeGraphs, TreeSpec
 from eyas.drafters.trees.growth import (
     Candidates,
@@ -94,7 +93,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         draft_ids maps draft vocabulary ids to the target's.
         """
         self._config = config
-        self.ranking = Ranking(config)
         self.tree = tree
         self._static_tree = static_tree
         self.draft_ids = draft_ids
@@ -132,7 +130,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         tree = replace(self.tree, top_k=self._max_expanded)
         spec = TreeSpec(self._expand, self._rows_run, tree, self._static_tree, self.draft_ids)
         place = RoundPlace(slots, state_size, dtype, capture)
-        self.graphs = TreeGraphs(spec, self._config, self.ranking, place)
+        self.graphs = TreeGraphs(spec, self._config, place)
         if extend:  # a commit brings an accepted path and the target's own token
             self._extend_graphs = ExtendGraphs(extend, place, feature_size, self.tree.num_steps + 1)
         self.chain_graphs = ChainGraphs(replace(spec, tree=replace(self.tree, top_k=1)), self._config, place)
@@ -170,8 +168,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
                 part_states = states[upload([rows[i] for i in part], states.device)]
                 for i, tree in zip(part, make_trees([contexts[i] for i in part], part_states), strict=True):
                     drafts[i] = tree
-                    if proposal == "deterministic":
-                        self.ranking.proposed(contexts[i], tree)
         return drafts
 
     def emulate(self, device: EmulatedDevice) -> None:
@@ -184,7 +180,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
 
     def release(self, sessions: Sequence[str]) -> None:
         self.sessions.release(sessions)
-        self.ranking.release(sessions)
 
     def is_cached(self, session: str) -> bool:
         """Return whether the session has cached tokens: it was not evicted, and is not dormant."""
@@ -266,7 +261,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         """Return the answers to contexts that are not run, None for the others; and the places of these."""
         busy, drafts = {context.session for context in contexts}, list[Draft]()
         for context in contexts:
-            self.ranking.observe(context)
             session = self.sessions.follow(context)
             if isinstance(session, ResyncRequired):
                 drafts.append(session)
@@ -282,7 +276,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             self._keep_rows(contexts, rows_run, self.tree.top_k)
             return [without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
         shape = self._shape(contexts, self._max_expanded)
-        scorer = make_scorer(contexts, self.ranking, shape.num_steps, self.draft_ids)
+        scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
         scorer = self._masked(biased_scorer(scorer, contexts, self.draft_ids), contexts)
         candidates, rows = self._grow_candidates(self._roots(contexts, states, self._slots), scorer, shape)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)

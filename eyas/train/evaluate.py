@@ -21,8 +21,6 @@ from eyas.config import DraftingConfig, EngineConfig, TreeConfig
 from eyas.device.placement import threads_for
 from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
-from eyas.drafters.neural import NeuralDrafter
-from eyas.drafters.trees.calibration import Ranking
 from eyas.engine.build import assemble_engine
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.heads.fusers import FeatureFuser
@@ -131,8 +129,6 @@ class Evaluator:
         drafting = DraftingConfig(cuda_graphs=False)
         drafter = opened.build_drafter(self._model, self._dtype, self._device, tree, drafting)
         for temperature, outputs in self._outputs[layers].items():
-            if isinstance(drafter, NeuralDrafter):
-                drafter.ranking = Ranking(drafting)  # it calibrates itself, but no temperature shall depend on another
             show(f"evaluating: drafting for {len(outputs)} prompts at temperature {temperature:g}")
             stats = _draft_along(drafter, fuser, outputs, TreeBudget(c.num_draft_tokens, tree.num_steps))
             tau[temperature], depths[temperature] = stats.acceptance_length, tuple(stats.acceptance_by_depth)

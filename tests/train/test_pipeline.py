@@ -327,16 +327,3 @@ def test_a_run_that_continues_measures_along_the_same_text(folder: Path) -> None
     second.written.update(first.written)
     assert second.measure(head) == found
     assert second.written_share == first.written_share
-
-
-def test_no_temperature_of_an_evaluation_changes_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Temperatures of a band share the calibration of a drafter, but not here."""
-    monkeypatch.setattr("eyas.drafters.trees.calibration.NUM_VISITS", 4)
-    target = str(folder / "target")
-    head = Path(tiny_block_head("dspark", target))
-    c = EvalConfig(num_prompts=2, prompt_tokens=6, max_tokens=24, temperatures=(1.0,), num_draft_tokens=8)
-    prompts = heldout_prompts(folder / "data", c)
-    both = replace(c, temperatures=(0.9, 1.0))
-    alone, found = (Evaluator(target, "dspark", prompts, own, "cpu").measure(head) for own in (c, both))
-    assert found.tau[1.0] == alone.tau[1.0]
-    assert found.acceptance_by_depth[1.0] == alone.acceptance_by_depth[1.0]

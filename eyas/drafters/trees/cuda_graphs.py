@@ -24,7 +24,6 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import Ints, Reals, upload
 from eyas.drafters.base import DraftContext
-from eyas.drafters.trees.calibration import Ranking
 from eyas.drafters.trees.growth import (
     Candidates,
     Expansion,
@@ -287,11 +286,11 @@ class RoundPlace:
 class TreeGraphs:
     """Deterministic trees from captured rounds, one for each kind of noise."""
 
-    def __init__(self, spec: TreeSpec, config: DraftingConfig, ranking: Ranking, place: RoundPlace) -> None:
+    def __init__(self, spec: TreeSpec, config: DraftingConfig, place: RoundPlace) -> None:
         kinds: tuple[ScorerKind, ...] = ("plain", "noised", "filtered") if config.shared_noise else ("plain",)
-        self._spec, self._ranking = spec, ranking
+        self._spec, self._drafting = spec, config
         # padding has a ranking temperature and no budget
-        padding = (*noise_words((), ranking, 1)[:, 0].tolist(), 0, 0, 0)
+        padding = (*noise_words((), config, 1)[:, 0].tolist(), 0, 0, 0)
         self.rounds = {kind: place.graphs(partial(spec.stages, kind), padding) for kind in kinds}
 
     def warm_up(self) -> None:
@@ -308,7 +307,7 @@ class TreeGraphs:
         """
         tree, num_levels = self._spec.tree, self._spec.num_levels([context.budget for context in contexts])
         columns = np.zeros((NUM_NOISE_WORDS + 3, len(contexts)), dtype=np.int64)
-        columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._ranking, len(contexts))
+        columns[:NUM_NOISE_WORDS] = noise_words(contexts, self._drafting, len(contexts))
         for row, context in enumerate(contexts):
             max_drafted = min(context.budget.max_nodes, tree.num_draft_tokens) - 1
             columns[NUM_NOISE_WORDS:, row] = max_drafted, context.budget.max_depth, context.tokens[-1]

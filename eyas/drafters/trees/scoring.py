@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.config import DraftingConfig
 from eyas.device.transfer import Ints, upload
 from eyas.drafters.base import DraftContext, Path, PathMasks
-from eyas.drafters.trees.calibration import Ranking
 from eyas.grammar.compiler import TokenBits
 from eyas.kernels.arguments import ProbsFunction, Ranked
 from eyas.kernels.by_device import drafting_kernels
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 ScorerKind = Literal["plain", "noised", "filtered"]
 
 NUM_NOISE_WORDS = 8
+# Defaults of the ranking temperature, and the temperature of requests above which the second holds.
+RANKING_TEMPERATURE, WARM_RANKING_TEMPERATURE, WARM = 0.6, 0.8, 0.8
 
 
 @dataclass(frozen=True)
@@ -218,15 +220,15 @@ def chain_scorer(words: Tensor, probs: ProbsFunction) -> LevelScorer[ChainLogits
     return lambda logits, level: ChainLogits(logits, words, level, probs)
 
 
-def make_scorer(contexts: Sequence[DraftContext], ranking: Ranking, levels: int, draft_ids: Tensor) -> Scorer:
+def make_scorer(contexts: Sequence[DraftContext], config: DraftingConfig, levels: int, draft_ids: Tensor) -> Scorer:
     """Return the scorer of one round of deterministic trees. draft_ids maps draft vocabulary ids to the target's."""
-    words, device = noise_words(contexts, ranking, len(contexts)), draft_ids.device
+    words, device = noise_words(contexts, config, len(contexts)), draft_ids.device
     filtered = np.flatnonzero((words[3] > 0) | (words[6].view(np.float64) < 1))
     probs = filtered_probs_of(filtered, len(contexts), device)
     return perturbed_scorer(upload(words, device), levels, draft_ids, scorer_kind(words), probs)
 
 
-def noise_words(contexts: Sequence[DraftContext], ranking: Ranking, num_rows: int) -> Ints:
+def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_rows: int) -> Ints:
     """Return what the scores of each session depend on besides logits, int64 [NUM_NOISE_WORDS, num_rows].
 
     The rows are seed, committed length, whether noise is shared, and top-k; then as bits of float64 temperature, ranking
@@ -236,8 +238,10 @@ def noise_words(contexts: Sequence[DraftContext], ranking: Ranking, num_rows: in
     reals[[0, 3]] = 0.0
     for row, context in enumerate(contexts):
         key = context.noise
-        reals[1, row] = ranking.temperature(key)
-        if ranking.shares_noise(key):
+        if config.shared_noise or key.temperature == 0:  # else the drafter cannot know what is drawn, and r is 1
+            reals[1, row] = RANKING_TEMPERATURE if key.temperature <= WARM else WARM_RANKING_TEMPERATURE
+        reals[1, row] = config.ranking_temperature or reals[1, row]
+        if config.shared_noise and key.temperature > 0:
             ints[:, row] = signed(key.seed), context.committed_length, 1, key.top_k
             reals[[0, 2, 3], row] = key.temperature, key.top_p, key.min_p
     return np.concatenate([ints, reals.view(np.int64)])

@@ -14,7 +14,6 @@ from eyas.device.host import has_numba
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_head import DraftHead
-from eyas.drafters.trees.calibration import Ranking
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import IndependentExpansion, ddtree_shape, grow_dynamic, select_nodes, trees_from_columns
 from eyas.drafters.trees.scoring import noise_words
@@ -133,7 +132,7 @@ def test_trees_of_a_markov_head_are_best_by_hand_in_every_layout(layout: str) ->
         pytest.skip(f"weights are not laid out as {layout} for kernels here")
     assert (product.weight.is_half, product.scale > 1) == (layout != "float32", layout == "scaled float16")
     growth = CompiledGrowth(torch.arange(13, 50), embedding, product)
-    words = noise_words([], Ranking(DraftingConfig()), 1)
+    words = noise_words([], DraftingConfig(), 1)
     (tree,) = growth.trees(logits, [7], words, False, [TreeBudget(5, 2)], 2)
 
     def children(level: int, token: int) -> list[tuple[float, int]]:

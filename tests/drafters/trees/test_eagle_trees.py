@@ -1,6 +1,5 @@
 """Trees of the EAGLE-3 drafter equal those of the obvious implementation, node by node, ties included."""
 
-import math
 from pathlib import Path
 from typing import Literal
 
@@ -13,8 +12,8 @@ from safetensors.torch import load_file
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import MAX_SHARING_SESSIONS, EagleDrafter
-from eyas.drafters.trees.calibration import FIRST_RANKING_TEMPERATURES, NUM_VISITS, RANKING_TEMPERATURES, Ranking
 from eyas.drafters.trees.growth import Candidates, grow_dynamic, select_nodes, trees_from_columns
+from eyas.drafters.trees.scoring import noise_words
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_head
 from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
@@ -272,29 +271,13 @@ def test_an_unknown_drafter_lists_the_known_ones(tiny_target: str, tiny_head: st
         DraftHead(tiny_head, "eagle9").build_drafter(tiny_target, "float32", "cpu", SHAPE, DraftingConfig())
 
 
-def rated(ranking: Ranking, num_visits: int, claimed: float, right: int, key: NoiseKey = GREEDY) -> float:
-    """The ranking temperature after trees of one child that claims a probability; every `right`-th was right."""
-    tree = DraftTree.of((5, 6), (0, 0), (0.0, math.log(claimed)))
-    for visit in range(num_visits):
-        context = Commit("a", 0, visit, (6 if visit % right == 0 else 7,), None, key, TreeBudget(2, 1))
-        ranking.observe(context)
-        ranking.proposed(context, tree)
-    return ranking.temperature(key)
+def test_the_default_ranking_temperature_depends_on_the_request() -> None:
+    def of(key: NoiseKey, **drafting: object) -> float:
+        context = Commit("a", 0, 0, (5, 6), None, key, TreeBudget(2, 1))
+        words = noise_words([context], DraftingConfig(**drafting), 1)  # type: ignore[arg-type]
+        return float(words.view("float64")[5, 0])
 
-
-def test_the_ranking_temperature_follows_what_is_accepted() -> None:
-    key, other = NoiseKey(0, 0.6), NoiseKey(0, 1.0)
-    ranking = Ranking(DraftingConfig())
-    first = ranking.temperature(key)
-    assert rated(ranking, NUM_VISITS, 0.5, 1, key) == first, "too few nodes for a change"
-    assert rated(ranking, 2, 0.5, 1, key) < first, "all were right, more than was claimed"
-    assert ranking.temperature(other) == FIRST_RANKING_TEMPERATURES[3]
-    assert rated(Ranking(DraftingConfig()), NUM_VISITS + 2, 0.9, 2) > first
-    assert rated(Ranking(DraftingConfig()), NUM_VISITS + 2, 0.5, 2) == pytest.approx(first, rel=0.01)
-    assert rated(Ranking(DraftingConfig(ranking_temperature=1)), NUM_VISITS + 2, 0.9, 2) == 1
-    assert rated(Ranking(DraftingConfig(shared_noise=False)), NUM_VISITS + 2, 0.9, 2, key) == 1
-
-
-def test_the_ranking_temperature_stays_within_bounds() -> None:
-    for claimed, right, bound in ((1.0, 10**9, RANKING_TEMPERATURES[1]), (1e-9, 1, RANKING_TEMPERATURES[0])):
-        assert rated(Ranking(DraftingConfig()), 12 * NUM_VISITS, claimed, right) == bound
+    assert [of(NoiseKey(0, temperature)) for temperature in (0.0, 0.6, 0.8, 1.0)] == [0.6, 0.6, 0.6, 0.8]
+    assert of(GREEDY, shared_noise=False) == 0.6
+    assert of(NoiseKey(0, 0.6), shared_noise=False) == 1, "the drafter cannot know what is drawn"
+    assert [of(key, ranking_temperature=2) for key in (GREEDY, NoiseKey(0, 1.0))] == [2, 2]

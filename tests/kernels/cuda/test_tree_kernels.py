@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig
-from eyas.drafters.trees.calibration import Ranking
 from eyas.drafters.trees.scoring import Scores, noise_words
 from eyas.kernels.arguments import Ranked
 from eyas.kernels.by_device import rank
@@ -31,7 +30,7 @@ SIZE, LEVELS = kernels.BLOCK + 500, 2
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_best_children_are_the_ranked_plain_scores(keys: tuple[NoiseKey, NoiseKey], kind: str, dtype: torch.dtype) -> None:
     contexts = [Commit(f"{i}", 0, 0, (5,) * (7 + i), None, key, TreeBudget(9, 9)) for i, key in enumerate(keys)]
-    words = torch.from_numpy(noise_words(contexts, Ranking(DraftingConfig()), len(contexts)))
+    words = torch.from_numpy(noise_words(contexts, DraftingConfig(), len(contexts)))
     draft_ids = torch.from_numpy(np.random.default_rng(0).permutation(3 * SIZE)[:SIZE].copy())
     logits = torch.randn(2, 2, SIZE, generator=torch.Generator().manual_seed(1)).mul(3).to(dtype)
     logits[0, 0, 7] = torch.nan
@@ -68,7 +67,7 @@ def test_filtered_children_are_the_ranked_plain_scores(name: str, dtype: torch.d
     """Of three sessions one has no filters, and one has the lowest temperature that filters know."""
     keys = NoiseKey(3, 0.9, **FILTERS[name]), NoiseKey(4, 0.9), NoiseKey(5, 0.05, **FILTERS[name])
     contexts = [Commit(f"{i}", 0, 0, (5,) * (7 + i), None, key, TreeBudget(9, 9)) for i, key in enumerate(keys)]
-    words = torch.from_numpy(noise_words(contexts, Ranking(DraftingConfig()), len(contexts)))
+    words = torch.from_numpy(noise_words(contexts, DraftingConfig(), len(contexts)))
     draft_ids = torch.from_numpy(np.random.default_rng(0).permutation(3 * SIZE)[:SIZE].copy())
     logits = torch.randn(3, 3, SIZE, generator=torch.Generator().manual_seed(1)).mul(3).to(dtype)
     logits[0, 0] /= 9  # flat: lists are not enough
