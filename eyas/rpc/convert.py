@@ -246,12 +246,8 @@ def verify_step_to_proto(step: VerifyStep) -> generation_pb2.VerifyStep:
 
 
 def verify_step_from_proto(message: generation_pb2.VerifyStep) -> VerifyStep:
-    numbers = message.drafted, message.depth, message.accepted, message.grown_ahead
-    return VerifyStep(*numbers, _details_from_proto(message))
-
-
-def _details_from_proto(message: generation_pb2.VerifyStep) -> VerifyStepDetails | None:
-    return VerifyStepDetails(**_values(message.details)) if message.HasField("details") else None
+    details = VerifyStepDetails(**_values(message.details)) if message.HasField("details") else None
+    return VerifyStep(message.drafted, message.depth, message.accepted, message.grown_ahead, details)
 
 
 def totals_from_proto(finish: generation_pb2.Finish) -> Totals:

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from torch import Tensor
-
 from eyas.api.request import SamplingParams
 from eyas.config import DraftQueueConfig
 from eyas.device.transfer import tensor_from_bytes
@@ -166,12 +164,6 @@ class JobBatch:
             stream.waiting = bool(stream.jobs) or (stream.closing and bool(self.touched[stream]))
         return sorted((stream for stream in waiting if stream.waiting), key=self.shares.__getitem__)
 
-    def finish(self, draft_ms: float) -> list[DraftJob]:
-        """Add the time of the batch to its jobs; return those that are to be answered."""
-        for job in self.jobs:
-            job.draft_ms += draft_ms
-        return [job for job in self.jobs if job.replies and not job.commits]
-
     def _take(self, stream: DraftStream, now: float) -> int:
         """Take the stream's next commit; returns its tokens. 0: there is none, or its session has to wait for this batch."""
         touched = self.touched[stream]
@@ -223,7 +215,15 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
         if math.isnan(bias.bias) or bias.bias == math.inf:
             raise InvalidRequest(f"the bias of token {bias.token} is {bias.bias}; it must be a number, or minus infinity")
     _check_noise(commit.noise)
-    features = _features(commit, info) if info.needs_features else None
+    features = None
+    if info.needs_features:
+        shape = (commit.committed_length - 1 - max(commit.start_position - 1, 0), info.feature_size)
+        if commit.features is None or commit.features.shape != shape:
+            given = list(commit.features.shape) if commit.features else "none"
+            raise InvalidRequest(
+                f"features are {given}; length {commit.start_position} to {commit.committed_length} needs {list(shape)}"
+            )
+        features = tensor_from_bytes(commit.features)
     return Commit(**{**commit._asdict(), "session": session, "features": features})
 
 
@@ -231,13 +231,3 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
 def _check_noise(noise: NoiseKey) -> None:
     """Raises InvalidRequest for values out of range. All commits of a session have the same."""
     SamplingParams(**vars(noise))
-
-
-def _features(commit: Commit[TensorBytes], info: DrafterInfo) -> Tensor:
-    shape = (commit.committed_length - 1 - max(commit.start_position - 1, 0), info.feature_size)
-    if commit.features is None or commit.features.shape != shape:
-        given = list(commit.features.shape) if commit.features else "none"
-        raise InvalidRequest(
-            f"features are {given}; length {commit.start_position} to {commit.committed_length} needs {list(shape)}"
-        )
-    return tensor_from_bytes(commit.features)

@@ -175,7 +175,9 @@ class DraftWorker:
         ended = time.time_ns()
         for row, draft in zip(rows, drafts, strict=True):
             row.job.add(row, draft)
-        done = batch.finish((ended - started) / 1e6)
+        for job in batch.jobs:
+            job.draft_ms += (ended - started) / 1e6
+        done = [job for job in batch.jobs if job.replies and not job.commits]
         for job in done:
             job.deliver()
         for stream in batch.closed:
@@ -205,7 +207,8 @@ class DraftWorker:
     def _draft_ahead(self) -> bool:
         try:
             more = self._drafter.draft_ahead()
-            self._deliver(self._drafter.take_prepared())
+            if prepared := self._drafter.take_prepared():
+                self._deliver(prepared)
             return more
         except Exception:
             names = [stream.qualified(name) for stream in list(self._streams.values()) for name in stream.epochs]

@@ -118,8 +118,12 @@ class RemoteDrafter:
         needs: what contexts will carry.
         proposal: the most that contexts will ask for.
         target: what the drafter must fit; None takes the service's only drafter.
-        peers: how to dial. num_answered, num_lost: requests for trees so far. num_drafted, num_accepted: tokens, counted by
-            who verifies them.
+        peers: how to dial.
+
+    Attributes:
+        method: of the newest stream; empty before the first.
+        num_answered, num_lost: requests for trees so far.
+        num_drafted, num_accepted: tokens, counted by who verifies them.
     """
 
     def __init__(
@@ -144,7 +148,7 @@ class RemoteDrafter:
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic(); `_changed` guards it
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
-        self._method, self.needs_samples = "", False  # of the drafter that was connected last
+        self.method, self.needs_samples = "", False  # of the drafter that was connected last
         self._peers = peers or Peers()
         self._identity = self._peers.identity
         self._channel = self._peers.open_sync_channel(address)
@@ -159,12 +163,7 @@ class RemoteDrafter:
     def status(self, num_sessions: int) -> DraftClientStatus:
         """Return what the verifier announces of this connection. num_sessions: those that are assigned to it."""
         counts = num_sessions, self.num_answered, self.num_lost, self.num_drafted, self.num_accepted
-        return DraftClientStatus(self.address, self._method, self.connected, self.breaker.state, *counts)
-
-    @property
-    def method(self) -> str:
-        """Return the drafting method of the newest stream; empty before the first."""
-        return self._method
+        return DraftClientStatus(self.address, self.method, self.connected, self.breaker.state, *counts)
 
     def can_draft(self, session: str) -> bool:
         """Return whether the stream is open, the circuit breaker is not backing off, and the session is not refused."""
@@ -328,7 +327,7 @@ class RemoteDrafter:
         stream.send(DraftRequest(0, target=self._target))
         call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
-        self._stream, self._method, self.needs_samples = stream, info.method, info.needs_samples
+        self._stream, self.method, self.needs_samples = stream, info.method, info.needs_samples
         with self._changed:
             self._refused.clear()
         try:
@@ -356,7 +355,8 @@ class RemoteDrafter:
             pending = self._pending
             if pending is None:
                 return
-            self._note_refusals(pending, reply)
+            if reply.refusals:
+                self._note_refusals(pending, reply)
             if reply.step not in pending.awaited:
                 return
             pending.fill_in(reply)
@@ -380,8 +380,6 @@ class RemoteDrafter:
         return True
 
     def _note_refusals(self, pending: PendingDrafts, reply: DraftResponse) -> None:
-        if not reply.refusals:
-            return
         known = {context.session for context in pending.contexts} - pending.released
         for refusal in reply.refusals:
             if refusal.reason == "overloaded":

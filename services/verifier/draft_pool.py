@@ -123,7 +123,13 @@ class DraftPool:
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """Ask all drafters at once; draft_timeout_s starts when the answers are collected."""
         contexts = [self._traced(context) for context in contexts]
-        rows = self._rows_by_drafter(contexts)
+        rows: dict[RemoteDrafter, list[int]] = {}
+        with self._lock:
+            for i, context in enumerate(contexts):
+                assignment = self._assignments.get(context.session)
+                if assignment and assignment.drafter:
+                    assignment.is_known = True
+                    rows.setdefault(assignment.drafter, []).append(i)
         pending = {drafter: drafter.send([contexts[i] for i in mine]) for drafter, mine in rows.items()}
         return partial(self._collect, contexts, rows, pending)
 
@@ -166,19 +172,16 @@ class DraftPool:
         """Send a trace context with every request for a tree. traceparent: gives that of a session; empty for none."""
         self._traceparent = traceparent
 
-    def count_verified(self, session: str, step: VerifyStep) -> DraftTiming | None:
-        """Count the outcome of a session's last tree. Return how long the tree took; None if answers were missing."""
+    def count_verified(self, session: str, step: VerifyStep) -> tuple[DraftTiming | None, str]:
+        """Count the outcome of a session's last tree. Return how long it took, None if answers were missing; and its method,
+        also of one that was prepared ahead, empty without one.
+        """
         history = self._histories.get(session)
         if history is None or history.drafter is None:
-            return None
+            return None, ""
         history.drafter.num_drafted += step.drafted
         history.drafter.num_accepted += step.accepted
-        return history.timing
-
-    def method(self, session: str) -> str:
-        """Return the method of a session's last tree, one that was prepared ahead included; empty without one."""
-        history = self._histories.get(session)
-        return history.drafter.method if history and history.drafter else ""
+        return history.timing, history.drafter.method
 
     def mean_round_trip(self, session: str) -> float | None:
         """Return the mean seconds of a session's answered requests for trees; None without any, or after `unassign`."""
@@ -190,16 +193,6 @@ class DraftPool:
             return context
         traceparent = self._traceparent(context.session)
         return context._replace(traceparent=traceparent) if traceparent else context
-
-    def _rows_by_drafter(self, contexts: Sequence[DraftContext]) -> dict[RemoteDrafter, list[int]]:
-        rows: dict[RemoteDrafter, list[int]] = {}
-        with self._lock:
-            for i, context in enumerate(contexts):
-                assignment = self._assignments.get(context.session)
-                if assignment and assignment.drafter:
-                    assignment.is_known = True
-                    rows.setdefault(assignment.drafter, []).append(i)
-        return rows
 
     def _collect(
         self,

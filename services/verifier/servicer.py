@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from eyas.api.outputs import TextChunk, Totals
-from eyas.api.request import Chunk, Request
+from eyas.api.request import Request
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.engine import EngineLoad
 from eyas.errors import InvalidRequest, Unavailable, UnknownDrafter, UnknownModel
@@ -59,12 +59,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         trace = trace_pairs(context.invocation_metadata() or ())
         with self._telemetry.request(own, trace), self._assigned(own, call.drafter):
             self._check(call)
-            totals = _RunningTotals(own)
+            num_output, num_cached, seed, totals = 0, 0, own.sampling.seed, None
             async with aclosing(self._engine.generate(own)) as chunks:
                 async for chunk in chunks:
+                    num_output += len(chunk.token_ids)
+                    num_cached += chunk.num_cached
                     if chunk.finish_reason:
                         context.set_trailing_metadata(self._round_trip(own))
-                    await context.write(convert.text_chunk_to_proto(totals.add(chunk)))
+                        totals = Totals(len(own.prompt_ids), num_output, None, num_cached)
+                    await context.write(convert.text_chunk_to_proto(TextChunk(chunk, seed=seed, totals=totals)))
+                    seed = None  # the first chunk has it
 
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, context: Any
@@ -111,24 +115,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         """Return trailing metadata: mean round trip of the request's drafts in ms. Empty if there were none."""
         seconds = self._pool.mean_round_trip(request.id) if self._pool else None
         return () if seconds is None else ((ROUND_TRIP_KEY, f"{seconds * 1000:.3f}"),)
-
-
-class _RunningTotals:
-    """The totals of a request, which its last chunk has."""
-
-    def __init__(self, request: Request) -> None:
-        self._num_prompt = len(request.prompt_ids)
-        self._num_output = self._num_cached = 0
-        self._seed = request.sampling.seed
-
-    def add(self, chunk: Chunk) -> TextChunk:
-        """Return a chunk as a client receives it: the first with the seed, the last with the totals."""
-        self._num_output += len(chunk.token_ids)
-        self._num_cached += chunk.num_cached
-        ends = chunk.finish_reason is not None
-        totals = Totals(self._num_prompt, self._num_output, None, self._num_cached) if ends else None
-        seed, self._seed = self._seed, None
-        return TextChunk(chunk, seed=seed, totals=totals)
 
 
 def announced_load(load: EngineLoad) -> Load:

@@ -127,13 +127,13 @@ class VerifierTelemetry:
             stats.add(chunk)
             timing, method = None, self._own_method
             if self._pool is not None and chunk.verify_step is not None and chunk.verify_step.drafted:
-                timing = self._pool.count_verified(chunk.request_id, chunk.verify_step)
-                method = self._pool.method(chunk.request_id)
+                timing, method = self._pool.count_verified(chunk.request_id, chunk.verify_step)
             if timing is not None:
                 self._round_trip.observe(timing.round_trip)
             if trace := self._traces.get(chunk.request_id):
                 trace.record(now, report, chunk, timing)
-            reported.append(_with_times(chunk, report, timing, method))
+            has_details = chunk.verify_step is not None and chunk.verify_step.details is not None
+            reported.append(_with_times(chunk, report, timing, method) if has_details else chunk)
         self.load_log.add(report, stats, num_generated)
         if report.num_rows:
             self._record_step(report, stats, num_generated)
@@ -314,8 +314,8 @@ class RequestTrace:
 
 def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None, method: str) -> Chunk:
     step = chunk.verify_step
-    if step is None or step.details is None:
-        return chunk
+    assert step is not None
+    assert step.details is not None
     wait_ms, verify_ms = report.wait * 1e3, report.verify * 1e3
     details = replace(step.details, wait_ms=wait_ms, verify_ms=verify_ms, num_rows=report.num_rows)
     if timing is not None:

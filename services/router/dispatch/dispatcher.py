@@ -151,10 +151,8 @@ class Dispatcher:
                             chunk = await upstream.read(self._stall_timeout_s if attempt.has_begun else math.inf)
                             if chunk.finish_reason == "error" and not state.has_broken:
                                 raise RequestFailed(chunk.message)
-                            if not attempt.has_begun and chunk.finish_reason != "error":
-                                self._workers.record_success(pair, state.routing)
-                                self._place(session, pair)
-                            self._poison.begin(attempt)
+                            if not attempt.has_begun:
+                                self._begin(attempt, pair, state, session, chunk)
                             state.add(pair, chunk)
                             yield chunk
                         measurements = await upstream.measurements()
@@ -255,8 +253,16 @@ class Dispatcher:
             finally:
                 stream.cancel()
 
-    def _place(self, session: str, pair: Pair) -> None:
-        """Store where the session runs, without waiting for the registry."""
+    def _begin(self, attempt: Attempt, pair: Pair, state: _RetryState, session: str, chunk: Chunk) -> None:
+        """Note a verifier's first chunk. From now on only verifiers with the same outputs may continue.
+
+        Stores where the session runs, without waiting for the registry.
+        """
+        self._poison.begin(attempt)
+        state.routing = replace(state.routing, target_fingerprint=pair.verifier.model.pin)
+        if chunk.finish_reason == "error":
+            return
+        self._workers.record_success(pair, state.routing)
         if session:
             task = asyncio.create_task(self._sessions.place(session, pair.placement))
             self._placing.add(task)
@@ -357,10 +363,8 @@ class _RetryState:
         return replace(self.call, request=request, drafter=drafter, target_fingerprint=pair.verifier.model.pin)
 
     def add(self, pair: Pair, chunk: Chunk) -> None:
-        """Keep a chunk's tokens; from now on only verifiers with the same outputs may continue. A token is progress."""
+        """Keep a chunk's tokens. A token is progress."""
         self.token_ids += chunk.token_ids
-        if self.routing.target_fingerprint != pair.verifier.model.pin:
-            self.routing = replace(self.routing, target_fingerprint=pair.verifier.model.pin)
         if chunk.token_ids:
             self.avoided.pop(pair.verifier.incarnation, None)
             self.num_failures, self.waited_s, self.has_broken = 0, 0.0, False
@@ -496,18 +500,13 @@ def _parse_chunk(message: generation_pb2.GenerateChunk, vocab_size: int, request
         chunk = chunk_from_proto(message, request.id)
     except InvalidRequest as error:
         raise Unavailable(f"the verifier sent an invalid chunk: {error}") from error
-    _check_chunk(chunk, vocab_size, request, num_left - len(chunk.token_ids))
+    for fault in _faults(chunk, vocab_size, request, num_left - len(chunk.token_ids)):
+        raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
     return chunk
 
 
-def _check_chunk(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> None:
-    """Raises Unavailable for a chunk that no sound verifier sends. num_left: tokens that the request may get after it."""
-    for fault in _faults(chunk, vocab_size, request, num_left):
-        raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
-
-
 def _faults(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> Iterator[str]:
-    """Yield what is wrong with a chunk."""
+    """Yield what is wrong with a chunk. num_left: tokens that the request may get after it."""
     step, count = chunk.verify_step, len(chunk.token_ids)
     logprobs = (*chunk.logprobs, *chunk.prompt_logprobs)
     ids = (*chunk.token_ids, *(token for entry in logprobs for token in (entry.token, *entry.top_ids)))

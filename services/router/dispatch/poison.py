@@ -95,9 +95,8 @@ class PoisonDetector:
 
     def begin(self, attempt: Attempt) -> None:
         """Note that a call has its first chunk, which shows that the verifier survives it."""
-        if not attempt.has_begun:
-            attempt.has_begun = True
-            self._end(attempt)
+        attempt.has_begun = True
+        self._end(attempt)
 
     def refuse(self, call: GenerateCall, attempt: Attempt, lost: Sequence[str]) -> PoisonRequest:
         """Remember a request that has lost verifiers, and return its error. lost: their addresses.

@@ -84,7 +84,7 @@ def middle_prompt(
 
     prefix: may begin with the special tokens that begin every prompt.
     """
-    leading = tuple(takewhile(tokenizer.is_special, tokenizer.encode("a")))
+    leading = tuple(takewhile(tokenizer.special.__contains__, tokenizer.encode("a")))
     if tuple(prefix[: len(leading)]) == leading:
         prefix = prefix[len(leading) :]
     marks = [token for text in format_.tokens if (token := tokenizer.tokenizer.token_to_id(text)) is not None]

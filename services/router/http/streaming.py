@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import HTTPException
@@ -116,13 +116,9 @@ class BlockResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await _send_blocks(send, self._blocks)
+        for block in self._blocks:
+            await send({"type": "http.response.body", "body": block, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _send_blocks(send: Send, blocks: Iterable[bytes]) -> None:
-    for block in blocks:
-        await send({"type": "http.response.body", "body": block, "more_body": True})
 
 
 class EventStream(Response):
@@ -164,21 +160,30 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        if self._first is not None:
-            await self._send_event(send, self._first)
-        failure: EyasError | None = None
+        self._sent_at = asyncio.get_running_loop().time()
         keepalive = asyncio.create_task(self._send_comments(send))
         try:
+            async with contextlib.aclosing(self._frames()) as frames:
+                async for blocks in frames:
+                    async with self._sending:  # a comment would break an event in blocks
+                        await self._write(send, blocks)
+        finally:
+            await cancel_task(keepalive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _frames(self) -> AsyncGenerator[list[bytes], None]:
+        """Yield the blocks of each event, and what ends the stream."""
+        failure: EyasError | None = None
+        try:
+            if self._first is not None:
+                yield await encoded(self._first, self._writer.before(self._first))
             async for event in self._events:
-                await self._send_event(send, event)
+                yield await encoded(event, self._writer.before(event))
         except EyasError as error:
             log.warning("request %s: %s", self._writer.id, error, extra={"rate_limited": True})
             failure = error
-        finally:
-            await cancel_task(keepalive)
         for frame in self._writer.last_frames(failure):
-            await self._send_frame(send, frame)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            yield frame
 
     async def _send_comments(self, send: Send) -> None:
         """Send a comment whenever the stream has been silent for the interval, until cancelled."""
@@ -189,14 +194,8 @@ class EventStream(Response):
                 if clock() - self._sent_at >= self._keepalive_interval_s:
                     await self._write(send, [WAITING_COMMENT])
 
-    async def _send_event(self, send: Send, event: dict[str, Any]) -> None:
-        await self._send_frame(send, await encoded(event, self._writer.before(event)))
-
-    async def _send_frame(self, send: Send, blocks: list[bytes]) -> None:
-        async with self._sending:  # a comment would break an event in blocks
-            await self._write(send, blocks)
-
     async def _write(self, send: Send, blocks: list[bytes]) -> None:
         *before, last = blocks
-        await _send_blocks(send, [*before, last + b"\n\n"])
+        for block in (*before, last + b"\n\n"):
+            await send({"type": "http.response.body", "body": block, "more_body": True})
         self._sent_at = asyncio.get_running_loop().time()

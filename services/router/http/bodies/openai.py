@@ -10,7 +10,7 @@ import json
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError, model_validator
 
@@ -344,6 +344,8 @@ class CompletionBody(Body):
     suffix: what comes after the output, for models that fill in the middle.
     """
 
+    is_chat: ClassVar[bool] = False
+
     prompt: Annotated[list[str | list[int]], BeforeValidator(_to_prompts)]
     logprobs: int | None = None
     echo: bool = False
@@ -422,6 +424,8 @@ class ChatBody(Body, ToolFields):
         include_reasoning: return the reasoning of models that write it.
         thinking_token_budget: most tokens of reasoning, as in vLLM; -1 sets no limit.
     """
+
+    is_chat: ClassVar[bool] = True
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     logprobs: bool = False

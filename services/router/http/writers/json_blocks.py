@@ -36,12 +36,9 @@ class LazyList(Sequence[Any], Generic[ItemT]):
 
 _LISTS = (list, LazyList)
 _HOLDERS = (dict, *_LISTS)
+# UTF-8, in which half of a surrogate pair, of an echoed field, becomes JSON's escape \\ud800.
+_UTF8 = ("utf-8", "backslashreplace")
 _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=list).encode
-
-
-def to_bytes(text: str) -> bytes:
-    r"""Return text that holds JSON as UTF-8; half of a surrogate pair, of an echoed field, becomes JSON's escape \ud800."""
-    return text.encode("utf-8", "backslashreplace")
 
 
 def num_values(value: object) -> int:
@@ -58,7 +55,7 @@ async def encoded(value: dict[str, Any], before: str = "") -> list[bytes]:
     """Return the blocks of `json_blocks`, made in a thread if the value is large."""
     if num_values(value) > LARGE_NUM_VALUES:
         return await asyncio.to_thread(json_blocks, value, before)
-    return [to_bytes(_joined(before, _dumps(value)))]
+    return [_joined(before, _dumps(value)).encode(*_UTF8)]
 
 
 def json_blocks(value: dict[str, Any], before: str = "") -> list[bytes]:
@@ -71,9 +68,9 @@ def json_blocks(value: dict[str, Any], before: str = "") -> list[bytes]:
         parts.append(piece if parts or blocks else _joined(before, piece))
         length += len(piece)
         if length >= _BLOCK_BYTES:
-            blocks.append(to_bytes("".join(parts)))
+            blocks.append("".join(parts).encode(*_UTF8))
             parts, length = [], 0
-    return [*blocks, to_bytes("".join(parts))]
+    return [*blocks, "".join(parts).encode(*_UTF8)]
 
 
 def pieces(value: object) -> Iterator[str]:

@@ -148,7 +148,8 @@ class ResponseWriter:
             async with aclosing(chunks):
                 self.reserve()
                 async for ready in chunks:
-                    for delta in await run(_num_values(ready), self._deltas, ready):
+                    new: list[TextDelta] = await run(_num_values(ready), list, map(self._delta, ready))
+                    for delta in new:
                         self._hold(delta)
                         kept = deltas[delta.index]
                         kept.append(delta)
@@ -173,7 +174,7 @@ class ResponseWriter:
                 self.reserve()
                 async for ready in chunks:
                     for group in self._groups(ready):
-                        delta = await run(_num_values(group), self._joined, group)
+                        delta = _join(await run(_num_values(group), list, map(self._delta, group)))
                         if any(chunk.chunk.prompt_logprobs for chunk in group):
                             self._hold(delta)
                         if delta.is_empty:
@@ -226,25 +227,26 @@ class ResponseWriter:
             groups[chunk.chunk.index, _is_failure(chunk)].append(chunk)
         return groups.values()
 
-    def _joined(self, group: Sequence[TextChunk]) -> TextDelta:
-        """Return the delta of chunks of one choice."""
-        deltas = self._deltas(group)
-        return deltas[0] if len(deltas) == 1 else _join(deltas)
-
-    def _deltas(self, chunks: Sequence[TextChunk]) -> list[TextDelta]:
-        return list(map(self._delta, chunks))
-
     def _delta(self, chunk: TextChunk) -> TextDelta:
         inner, index = chunk.chunk, chunk.chunk.index
         if _is_failure(chunk):
             raise RequestFailed(inner.message or "the verifier ended the request before it was done")
-        self._count(chunk)
+        if index % self.body.n == 0 and not self._num_output_tokens[index]:  # only the first of several verifiers counts
+            self._num_cached_tokens += inner.num_cached
+        self._num_output_tokens[index] += len(inner.token_ids)
+        if chunk.totals is not None and chunk.totals.stats is not None:
+            self._stats.merge(chunk.totals.stats)
+        verify_steps: tuple[dict[str, Any], ...] = ()
+        if self.body.return_verify_steps and inner.token_ids:
+            verify_steps = (verify_step_object(chunk, self._num_steps[index], partial(token_name, self.tokenizer)),)
+            self._num_steps[index] += 1
         is_first = index not in self._visible
         echo = self.echoes[index // self.body.n] if self.echoes and is_first else ""
         prompt_logprobs = inner.prompt_logprobs if self.body.prompt_logprobs is not None else ()
         logprobs = inner.logprobs if prompt_logprobs else inner.prompt_logprobs + inner.logprobs
         offset = self._offsets[index]
-        self._offsets[index] = self._text_offsets(index, logprobs, offset)[-1]
+        if logprobs:
+            self._offsets[index] = self._text_offsets(index, logprobs, offset)[-1]
         delta = TextDelta(
             index=index,
             text=echo + chunk.text,
@@ -255,26 +257,18 @@ class ResponseWriter:
             prompt_logprobs=prompt_logprobs,
             token_ids=inner.token_ids if self.body.return_token_ids else (),
             stop_reason=chunk.stop_reason,
-            verify_steps=self._verify_steps(chunk),
+            verify_steps=verify_steps,
         )
-        delta = self._parsed(delta, chunk)
+        if self.new_parser is not None:
+            delta = self._parsed(delta, chunk, self.new_parser)
         if not delta.is_empty:
             self._visible.add(index)
         return delta
 
-    def _verify_steps(self, chunk: TextChunk) -> tuple[dict[str, Any], ...]:
-        index = chunk.chunk.index
-        if not self.body.return_verify_steps or not chunk.chunk.token_ids:
-            return ()
-        self._num_steps[index] += 1
-        return (verify_step_object(chunk, self._num_steps[index] - 1, partial(token_name, self.tokenizer)),)
-
-    def _parsed(self, delta: TextDelta, chunk: TextChunk) -> TextDelta:
+    def _parsed(self, delta: TextDelta, chunk: TextChunk, new_parser: Callable[[], ChatParser]) -> TextDelta:
         """Add to a delta what its text means, token by token, so that tokens of reasoning can be counted."""
-        if self.new_parser is None:
-            return delta
         if delta.index not in self._parsers:
-            self._parsers[delta.index] = self.new_parser()
+            self._parsers[delta.index] = new_parser()
         parser = self._parsers[delta.index]
         pieces = list[ChatMessage]()
         for text in chunk.token_texts:
@@ -292,33 +286,19 @@ class ResponseWriter:
             pieces = [replace(piece, reasoning="") for piece in pieces]
         return replace(delta, messages=tuple(in_order(pieces)), finish_reason=finish_reason)
 
-    def _count(self, chunk: TextChunk) -> None:
-        index = chunk.chunk.index
-        if index % self.body.n == 0 and not self._num_output_tokens[index]:  # only the first of several verifiers counts
-            self._num_cached_tokens += chunk.chunk.num_cached
-        self._num_output_tokens[index] += len(chunk.chunk.token_ids)
-        if chunk.totals is not None and chunk.totals.stats is not None:
-            self._stats.merge(chunk.totals.stats)
-
     def _text_offsets(self, index: int, logprobs: Sequence[TokenLogprob], offset: int) -> list[int]:
-        if not logprobs:
-            return [offset]
         prompt = self.prompts[index // self.body.n]
         begins_text = bool(self.echoes) or not self.tokenizer.has_text(prompt)
         return text_offsets(self.tokenizer, logprobs, offset, self.body.skip_special_tokens, begins_text)
 
-    @property
-    def _is_chat(self) -> bool:
-        return isinstance(self.body, ChatBody)
-
     def _constants(self, chat_name: str) -> dict[str, Any]:
         """Return the beginning of a response, and of each event."""
-        name = chat_name if self._is_chat else "text_completion"
+        name = chat_name if self.body.is_chat else "text_completion"
         return {"id": self.id, "object": name, "created": self.created, "model": self.model}
 
     def _choice(self, delta: TextDelta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
-        if self.body.wants_logprobs and self._is_chat:
+        if self.body.wants_logprobs and self.body.is_chat:
             logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
         elif self.body.wants_logprobs:
             offsets = self._text_offsets(delta.index, delta.logprobs, delta.offset)
@@ -332,13 +312,13 @@ class ResponseWriter:
             choice["prompt_logprobs"] = prompt_token_logprobs(self.tokenizer, delta.prompt_logprobs)
         if self.body.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
-            if delta.is_first and not self._is_chat:
+            if delta.is_first and not self.body.is_chat:
                 choice["prompt_token_ids"] = list(self.prompts[delta.index // self.body.n])
         return choice
 
     def _prompt_ids(self, deltas: Sequence[TextDelta]) -> dict[str, Any]:
         """Return the prompt's token ids where a response of a chat, or its first event, has them."""
-        if self._is_chat and self.body.return_token_ids and any(delta.is_first for delta in deltas):
+        if self.body.is_chat and self.body.return_token_ids and any(delta.is_first for delta in deltas):
             return {"prompt_token_ids": list(self.prompts[0])}
         return {}
 
@@ -346,13 +326,13 @@ class ResponseWriter:
         """Return the text of a choice in a whole response."""
         if delta.messages is not None:
             return {"message": {"role": "assistant", "refusal": None} | whole_message(joined(delta.messages))}
-        if self._is_chat:
+        if self.body.is_chat:
             return {"message": {"role": "assistant", "content": delta.text, "refusal": None}}
         return {"text": delta.text}
 
     def _event_contents(self, delta: TextDelta) -> list[dict[str, Any]]:
         """Return the text of a choice in one event; in several where content or reasoning follows a call."""
-        if not self._is_chat:
+        if not self.body.is_chat:
             return [{"text": delta.text}]
         if delta.messages is not None:
             deltas = [message_delta(message) for message in delta.messages] or [{}]
@@ -407,6 +387,9 @@ def _num_values(chunks: Sequence[TextChunk]) -> int:
 
 
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Return the deltas of a choice as one."""
+    if len(deltas) == 1:
+        return deltas[0]
     messages = [message for delta in deltas for message in delta.messages or ()]
     return replace(
         deltas[0],
