@@ -31,7 +31,7 @@ from eyas.drafters.trees.growth import (
     IndependentExpansion,
     ddtree_shape,
 )
-from eyas.drafters.trees.rows import PaddedPrefix, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.rows import GrowthShape, PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import noise_words, scorer_kind
 from eyas.emulation.device import EmulatedDevice
 from eyas.errors import ConfigError
@@ -172,7 +172,7 @@ class BlockDrafter(NeuralDrafter[None]):
         budgets = [within(context.budget, self.tree) for context in contexts]
         return self._growth.trees(logits, tokens, words, kind == "noised", budgets, shape.top_k)
 
-    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         return self._expansion(block_states(self._head, self._kv, roots)[:, : shape.num_steps], roots.tokens)
 
     def _expansion(self, states: Tensor, roots: Tensor) -> Expansion:

@@ -21,7 +21,7 @@ from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache
 from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.rows import GroupLevels, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.rows import GroupLevels, GrowthShape, Roots, SlotLevels, SlotRows
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.backends.base import ForwardBackend
@@ -151,7 +151,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
             logits_indices=np.arange(count - 1, count) if context.budget.wants_tree else np.arange(0),
         )
 
-    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         return ModelExpansion(self._model, self._kv, roots)
 
     def _rows_run(self, expansion: Expansion) -> Tensor | None:

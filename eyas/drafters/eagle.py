@@ -28,6 +28,7 @@ from eyas.drafters.trees.rows import (
     BufferAttention,
     FoundRows,
     GrownRows,
+    GrowthShape,
     Roots,
     SlotLevels,
     SlotRows,
@@ -256,7 +257,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         count = num_features(context)
         return self.sessions.claim(session, count, 0, busy) and count > 0
 
-    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         assert isinstance(self._head, EagleHead), "other heads expand rows themselves"
         return EagleExpansion(self._head, self._kv, roots, shape)
 
@@ -293,7 +294,7 @@ class EagleExpansion:
         shape: number of levels, and the most rows of a level.
     """
 
-    def __init__(self, head: EagleHead, kv: KVCache, roots: Roots, shape: TreeConfig) -> None:
+    def __init__(self, head: EagleHead, kv: KVCache, roots: Roots, shape: GrowthShape) -> None:
         self._head, self._states = head, roots.states[:, None]
         cached = roots.cached
         self._kv = kv

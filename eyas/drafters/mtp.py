@@ -24,7 +24,7 @@ from eyas.drafters.base import DraftContext
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.sessions import KVSession, num_features
 from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.rows import GroupLevels, PaddedPrefix, Roots, SlotLevels, TreeSlots
+from eyas.drafters.trees.rows import GroupLevels, GrowthShape, PaddedPrefix, Roots, SlotLevels, TreeSlots
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.mtp import MtpHead
@@ -67,7 +67,7 @@ class MtpDrafter(EagleDrafter):
         """Return whether every module has a row."""
         return len(self.sessions[context.session].slots) >= self._modules.num_modules
 
-    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         return MtpExpansion(self._modules, self._kv, roots)
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:

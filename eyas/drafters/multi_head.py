@@ -26,7 +26,7 @@ from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork
 from eyas.drafters.neural import NeuralDrafter, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree
-from eyas.drafters.trees.rows import Roots, RowLayout, TreeSlots
+from eyas.drafters.trees.rows import GrowthShape, Roots, RowLayout, TreeSlots
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.backends.attention_metadata import Tiling
@@ -115,7 +115,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:
         return [NO_SLOTS] * len(contexts)
 
-    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         if isinstance(self._head, HydraHead):
             return HydraExpansion(self._head, roots.states, roots.tokens)
         return IndependentExpansion(self._head.logits(roots.states, shape.num_steps))

@@ -35,7 +35,7 @@ from eyas.drafters.trees.growth import (
     select_nodes,
     trees_from_columns,
 )
-from eyas.drafters.trees.rows import PaddedPrefix, Roots, RowLayout, SlotRows, TreeSlots
+from eyas.drafters.trees.rows import GrowthShape, PaddedPrefix, Roots, RowLayout, SlotRows, TreeSlots
 from eyas.drafters.trees.scoring import (
     LevelScorer,
     MaskedExpansion,
@@ -198,7 +198,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         """
 
     @abstractmethod
-    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         """Start to grow trees of at most `shape.num_steps` levels, `shape.top_k` nodes being expanded at each."""
 
     def _extend_on_device(self, contexts: Sequence[DraftContext]) -> Tensor:
@@ -208,7 +208,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         num_cached = sum(map(len, self._prefix_slots(contexts)))
         return self.device.run(self.EXTEND_PASS, num_rows, num_cached, lambda: self._extend(contexts))
 
-    def _expand_on_device(self, roots: Roots, shape: TreeConfig) -> Expansion:
+    def _expand_on_device(self, roots: Roots, shape: GrowthShape) -> Expansion:
         if self.device is None:
             return self._expand(roots, shape)
         assert isinstance(roots.cached, PaddedPrefix), "an emulated device captures nothing"
@@ -300,7 +300,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
         return chain_trees(found.tolist(), contexts, self.tree.num_draft_tokens)
 
-    def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: TreeConfig) -> tuple[Candidates, Tensor | None]:
+    def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: GrowthShape) -> tuple[Candidates, Tensor | None]:
         """Return candidates of at most `shape.num_steps` levels, and the output of `_rows_run`."""
         expansion = self._expand_on_device(roots, shape)
         masked = masked_expansion(expansion, scorer)
@@ -345,11 +345,11 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         """Return the slots that the rows of each session's tree attend to."""
         return [self.sessions[context.session].slots for context in contexts]
 
-    def _shape(self, contexts: Sequence[DraftContext], top_k: int) -> TreeConfig:
+    def _shape(self, contexts: Sequence[DraftContext], top_k: int) -> GrowthShape:
         """Return the largest shape within the contexts' budgets. A tree of n drafted nodes expands n at most of a level."""
         num_steps = min(self.tree.num_steps, max(context.budget.max_depth for context in contexts))
         num_drafted = max(context.budget.max_nodes for context in contexts) - 1
-        return replace(self.tree, num_steps=num_steps, top_k=max(min(top_k, num_drafted), 1))
+        return GrowthShape(num_steps, max(min(top_k, num_drafted), 1))
 
 
 def _computing(expansion: Expansion) -> Expansion:

@@ -15,7 +15,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import Bools
 from eyas.drafters.eagle import EagleDrafter, EagleExpansion
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree, ddtree_shape
-from eyas.drafters.trees.rows import Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.rows import GrowthShape, Roots, SlotLevels, SlotRows
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 
@@ -43,9 +43,9 @@ class PEagleDrafter(EagleDrafter):
     def _num_passes(self) -> int:
         return min(self.tree.num_steps, 2)
 
-    def _expand(self, roots: Roots, shape: TreeConfig) -> Expansion:
+    def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         levels = self.tree.num_steps if isinstance(roots.cached, SlotRows) else shape.num_steps
-        rows = ParallelRows(self._parallel_head, self._kv, roots, TreeConfig(num_steps=2, top_k=levels))
+        rows = ParallelRows(self._parallel_head, self._kv, roots, GrowthShape(2, levels))
         return IndependentExpansion(rows.parallel_logits(levels))
 
 

@@ -166,7 +166,8 @@ class DraftTrees(Sequence["DraftTree"]):
         return list(self)[number]
 
     def __iter__(self) -> Iterator[DraftTree]:
-        return iter([DraftTree(self, number, count) for number, count in enumerate(self.counts.tolist())])
+        rows = zip(self.firsts.tolist(), self.counts.tolist(), strict=True)
+        return iter([DraftTree(self, number, first, count) for number, (first, count) in enumerate(rows)])
 
     @cached_property
     def firsts(self) -> Ints:
@@ -204,13 +205,15 @@ class DraftTree:
 
     Args:
         number: of the tree among `trees`.
+        first: row of its root there.
         num_nodes: the root included.
     """
 
-    def __init__(self, trees: DraftTrees, number: int, num_nodes: int) -> None:
+    def __init__(self, trees: DraftTrees, number: int, first: int, num_nodes: int) -> None:
         self.trees = trees
         self.number = number
         self.num_nodes = num_nodes
+        self._rows = slice(first, first + num_nodes)
 
     @classmethod
     def of(
@@ -239,12 +242,12 @@ class DraftTree:
             (sampled,) if sampled else (),
             np.array(sources, np.int64) if sources else None,
         )
-        return cls(trees, 0, num_nodes)
+        return cls(trees, 0, 0, num_nodes)
 
     @classmethod
     def root_only(cls, token: int) -> DraftTree:
         """Return the tree of plain decoding."""
-        return cls(DraftTrees.root_only([token]), 0, 1)
+        return cls(DraftTrees.root_only([token]), 0, 0, 1)
 
     @classmethod
     def chain(
@@ -268,12 +271,6 @@ class DraftTree:
     @property
     def _fields(self) -> tuple[object, ...]:
         return (self.tokens, self.parents, self.log_probs, self.grown_ahead, self.sampled, self.sources)
-
-    @property
-    def _rows(self) -> slice:
-        """The tree's rows in the arrays."""
-        first = int(self.trees.firsts[self.number])
-        return slice(first, first + self.num_nodes)
 
     @property
     def alone(self) -> DraftTrees:

@@ -46,7 +46,9 @@ class DraftTelemetry:
         self._step.observe((ended - started) / 1e9)
         num_nodes = num_tokens = 0
         for context, draft in zip(contexts, drafts, strict=True):
-            outcome = _outcome(context, draft)
+            outcome = "resync" if isinstance(draft, ResyncRequired) else "dropped"
+            if isinstance(draft, DraftTree):
+                outcome = "tree" if context.budget.wants_tree else "no_tree"
             self._outcomes[outcome].inc()
             if isinstance(draft, DraftTree):
                 num_nodes += draft.num_drafted
@@ -81,11 +83,3 @@ class DraftTelemetry:
             }
         parent = context_of((("traceparent", context.traceparent),))
         self._tracer.start_span("draft", parent, SpanKind.SERVER, attributes, start_time=when[0]).end(when[1])
-
-
-def _outcome(context: DraftContext, draft: Draft) -> str:
-    if isinstance(draft, ResyncRequired):
-        return "resync"
-    if draft is None:
-        return "dropped"
-    return "tree" if context.budget.wants_tree else "no_tree"

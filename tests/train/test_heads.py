@@ -19,6 +19,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.peagle import ParallelRows
+from eyas.drafters.trees.rows import GrowthShape
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.block import load_block_head
@@ -337,7 +338,7 @@ def inference_logits(drafter: EagleDrafter, tokens: tuple[int, ...], features: T
     state = drafter.sessions["a"].state  # type: ignore[index]
     assert state is not None
     roots = drafter._roots([context], state[None], None)
-    shape = TreeConfig(num_steps=2, top_k=depths)
+    shape = GrowthShape(num_steps=2, top_k=depths)
     with torch.no_grad():
         found = ParallelRows(drafter._head, drafter._kv, roots, shape).parallel_logits(depths)[0]
     drafter.release(["a"])

@@ -8,12 +8,12 @@ import numpy as np
 from torch import Tensor
 
 from eyas.cache.prefix_cache import Slots
-from eyas.config import TreeConfig
 from eyas.device.transfer import Bools, Ints
 from eyas.drafters.trees.growth import (
     limits_of,
     trees_of_cells,
 )
+from eyas.drafters.trees.rows import GrowthShape
 from eyas.kernels.arguments import RowKeys
 from eyas.models.backends.packed_weights import PackedProduct
 from eyas.protocol.commit import TreeBudget
@@ -31,7 +31,7 @@ class LevelGrowth:
     """
 
     def __init__(
-        self, draft_ids: Tensor, words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], shape: TreeConfig
+        self, draft_ids: Tensor, words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], shape: GrowthShape
     ) -> None:
         from eyas.kernels.cpu import drafting as kernels
         from eyas.kernels.cpu.sampling import shared_noise

@@ -35,7 +35,7 @@ from eyas.drafters.trees.growth import (
     select_columns,
     trees_from_columns,
 )
-from eyas.drafters.trees.rows import Roots, RowLayout, SlotRows, TreeSlots
+from eyas.drafters.trees.rows import GrowthShape, Roots, RowLayout, SlotRows, TreeSlots
 from eyas.drafters.trees.scoring import (
     NUM_NOISE_WORDS,
     ScorerKind,
@@ -209,7 +209,7 @@ class TreeSpec:
         static_tree: their shape, if it is fixed.
     """
 
-    expand: Callable[[Roots, TreeConfig], Expansion]
+    expand: Callable[[Roots, GrowthShape], Expansion]
     rows_run: Callable[[Expansion], Tensor | None]
     tree: TreeConfig
     static_tree: StaticTree | None
@@ -242,7 +242,7 @@ class TreeSpec:
 
         def begin() -> None:
             scorer = perturbed_scorer(noise, num_steps, self.draft_ids, kind, filtered_probs_no_sync)
-            expansion = self.expand(roots(), self.tree)
+            expansion = self.expand(roots(), GrowthShape(num_steps, self.tree.top_k))
             if self.static_tree:
                 fixed[0] = expansion, grow_static(expansion, scorer, self.static_tree, num_steps)
             else:
@@ -348,7 +348,8 @@ class ChainGraphs:
         tree, draft_ids, words = self._spec.tree, self._spec.draft_ids, columns[:NUM_NOISE_WORDS]
 
         def draw() -> Tensor:
-            expansion, scorer = self._spec.expand(roots(), tree), chain_scorer(words, filtered_probs_no_sync)
+            expansion = self._spec.expand(roots(), GrowthShape(tree.num_steps, 1))
+            scorer = chain_scorer(words, filtered_probs_no_sync)
             drawn = draw_chains(expansion, scorer, tree.num_steps, self._proposal_top_k, draft_ids)
             rows = self._spec.rows_run(expansion)
             return drawn.flatten(1) if rows is None else torch.cat([drawn.flatten(1), rows.flatten(1).double()], 1)

@@ -29,6 +29,7 @@ from torch import Tensor
 from eyas.config import TreeChoices, TreeConfig
 from eyas.device.transfer import Ints, Reals, upload
 from eyas.drafters.base import DraftContext
+from eyas.drafters.trees.rows import GrowthShape
 from eyas.drafters.trees.scoring import ChainLogits, LevelScorer, Scorer
 from eyas.kernels.arguments import Ranked
 from eyas.kernels.by_device import drafting_kernels, rank
@@ -149,7 +150,7 @@ class TreeGrowth:
         return Candidates(tokens, parents, scores, tuple(self._ends))
 
 
-def grow_dynamic(expansion: Expansion, scorer: Scorer, shape: TreeConfig) -> Candidates:
+def grow_dynamic(expansion: Expansion, scorer: Scorer, shape: GrowthShape) -> Candidates:
     """Expand the `top_k` best nodes of each level, `num_steps` levels deep, and record `top_k` children of each."""
     growth = TreeGrowth(expansion, scorer, shape.top_k, shape.top_k)
     while growth.num_levels < shape.num_steps:

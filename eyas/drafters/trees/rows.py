@@ -27,7 +27,6 @@ from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
-from eyas.config import TreeConfig
 from eyas.device.transfer import Bools, Ints, upload
 from eyas.kernels.arguments import Projected, Ranked
 from eyas.kernels.plain.layers import take_rows
@@ -61,6 +60,13 @@ class PaddedPrefix:
             row[: len(own)] = own
             row[len(own) :] = own[:1]
         return cls(upload(cells, device), upload(lengths, device), upload(np.stack(scratch), device))
+
+
+class GrowthShape(NamedTuple):
+    """Shape in which trees grow together: levels below the root, and most nodes that are expanded at each."""
+
+    num_steps: int
+    top_k: int
 
 
 @dataclass(frozen=True)
@@ -351,7 +357,7 @@ class BufferAttention:
 
     positions: Tensor
 
-    def __init__(self, head: EagleHead, kv: KVCache, cached: PaddedPrefix, shape: TreeConfig) -> None:
+    def __init__(self, head: EagleHead, kv: KVCache, cached: PaddedPrefix, shape: GrowthShape) -> None:
         self._config, self._max_model_len = head.config, head.max_model_len
         index, lengths, dtype = cached.slots, cached.lengths, kv.keys[0].dtype
         sessions, self._length = index.shape

@@ -34,8 +34,7 @@ MAX_READY, MAX_READY_BYTES = 64, 2**18
 
 # All chunks that were ready when the reader came for them: one step's, or more of them while it sent the last ones.
 ReadyChunks: TypeAlias = AsyncGenerator[list[TextChunk], None]
-# Takes a chunk, when there is room; the second also an event, which is set once the reader is done with all before it.
-PutChunk: TypeAlias = Callable[[TextChunk], Awaitable[None]]
+# Takes a chunk, when there is room; or an event, which is set once the reader is done with all before it.
 Put: TypeAlias = Callable[[TextChunk | asyncio.Event], Awaitable[None]]
 Work: TypeAlias = Callable[[], Awaitable[None]]
 
@@ -172,7 +171,7 @@ class GenerationService:
         operation: str = "text_completion",
         timeout_s: float | None = None,
         on_trailers: TrailerCallback | None = None,
-        count: Callable[[int], None] = lambda _: None,
+        count: Callable[[int], object] = bool,
     ) -> ReadyChunks:
         """Return the chunks of all completions of a body's calls, as they come; closing it early cancels them.
 
@@ -200,12 +199,18 @@ class GenerationService:
                         decode = self._tokenizers[call.model].decode
                         traced.prompt_text = await asyncio.to_thread(decode, call.request.prompt_ids)
 
-                    async def put_traced(chunk: TextChunk) -> None:
-                        traced.add(chunk)
-                        count(len(chunk.chunk.token_ids))
-                        await put(chunk)
+                    async def complete(call: GenerateCall, decoder: TextDecoder) -> None:
+                        """Put the chunks of one completion with their text. A stop string ends it: the verifier goes on."""
+                        async with aclosing(self._dispatcher.stream(call, context)) as chunks:
+                            async for received in chunks:
+                                chunk = decoder.add(received)
+                                traced.add(chunk)
+                                count(len(chunk.chunk.token_ids))
+                                await put(chunk)
+                                if decoder.stopped:
+                                    return
 
-                    works = self._completions(call, first, context, put_traced)
+                    works = (partial(complete, *each) for each in self._completions(call, first))
                     await (next(works)() if call.request.sampling.n == 1 else run_all(works, slots))
                     await put(is_read := asyncio.Event())
                     await is_read.wait()  # a client that leaves before counts as such
@@ -223,8 +228,8 @@ class GenerationService:
 
         return ready_chunks(run_calls, self._has_ended)
 
-    def _completions(self, call: GenerateCall, first: int, context: RequestContext, put: PutChunk) -> Iterator[Work]:
-        """Yield the work of each completion of a call, which puts its chunks. first: number of the first."""
+    def _completions(self, call: GenerateCall, first: int) -> Iterator[tuple[GenerateCall, TextDecoder]]:
+        """Yield each completion of a call, with what decodes its chunks. first: number of the first."""
         tokenizer, request = self._tokenizers[call.model], call.request
         is_constrained = request.sampling.structured_outputs is not None
         left_context = partial(tokenizer.left_context, request.prompt_ids, is_constrained)
@@ -242,15 +247,7 @@ class GenerationService:
             )
             stop_token_ids, num_prompt = request.sampling.stop_token_ids, len(request.prompt_ids)
             decoder = TextDecoder(text, stop_token_ids, num_prompt, sampling.seed, index)
-            yield partial(self._complete, replace(call, request=completion), context, decoder, put)
-
-    async def _complete(self, call: GenerateCall, context: RequestContext, decoder: TextDecoder, put: PutChunk) -> None:
-        """Put the chunks of one completion with their text. A stop string ends it, for the verifier would go on."""
-        async with aclosing(self._dispatcher.stream(call, context)) as chunks:
-            async for received in chunks:
-                await put(decoder.add(received))
-                if decoder.stopped:
-                    return
+            yield replace(call, request=completion), decoder
 
     def _served(self, name: str) -> ModelInfo | None:
         if self._has_ended.is_set():

@@ -16,6 +16,7 @@ from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import IndependentExpansion, ddtree_shape, grow_dynamic, select_nodes, trees_from_columns
+from eyas.drafters.trees.rows import GrowthShape
 from eyas.drafters.trees.scoring import noise_words
 from eyas.errors import ConfigError
 from eyas.models.backends.packed_weights import PackedProduct
@@ -109,7 +110,8 @@ def test_independent_levels_give_the_best_tree_of_all() -> None:
     logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     shape = TreeConfig(num_draft_tokens=9, num_steps=3, top_k=2)
     expansion = IndependentExpansion(torch.log_softmax(logits, -1))
-    candidates = grow_dynamic(expansion, given_scores, ddtree_shape(shape, 5))
+    wide = ddtree_shape(shape, 5)
+    candidates = grow_dynamic(expansion, given_scores, GrowthShape(wide.num_steps, wide.top_k))
     trees = trees_from_columns(select_nodes(candidates, [TreeBudget(9, 3)] * 2, torch.arange(5)).numpy(), [7, 7])
     for probs, tree in zip(torch.log_softmax(logits, -1).tolist(), trees, strict=True):
         paths = [(a,) for a in range(5)] + [(a, b) for a in range(5) for b in range(5)]

@@ -13,6 +13,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import MAX_SHARING_SESSIONS, EagleDrafter
 from eyas.drafters.trees.growth import Candidates, grow_dynamic, select_nodes, trees_from_columns
+from eyas.drafters.trees.rows import GrowthShape
 from eyas.drafters.trees.scoring import noise_words
 from eyas.errors import ConfigError
 from eyas.models.heads.eagle import load_head
@@ -22,6 +23,7 @@ from tests.support.given_scores import given_scores
 from tests.support.naive_eagle import NaiveEagle, best_tree
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
+GROWTH = GrowthShape(SHAPE.num_steps, SHAPE.top_k)
 GREEDY = NoiseKey(0)
 
 
@@ -178,7 +180,7 @@ class _Tied:
 
 @given(st.integers(2, 22))
 def test_ties_never_orphan_a_node(nodes: int) -> None:
-    columns = select_nodes(grow_dynamic(_Tied(), given_scores, SHAPE), [TreeBudget(nodes, 4)], torch.arange(6))
+    columns = select_nodes(grow_dynamic(_Tied(), given_scores, GROWTH), [TreeBudget(nodes, 4)], torch.arange(6))
     (tree,) = trees_from_columns(columns.numpy(), [7])
     tree.validate(7, 8, nodes, 4)
     assert len(tree) == min(nodes, 31)
@@ -196,7 +198,7 @@ def test_selection_is_closed_under_parents_for_coarse_scores(seed: int, nodes: i
         def next(self, level: int, parents: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
             return -torch.randint(0, 3, (1, 3, 6), generator=generator).float()
 
-    candidates: Candidates = grow_dynamic(Coarse(), given_scores, SHAPE)
+    candidates: Candidates = grow_dynamic(Coarse(), given_scores, GROWTH)
     columns = select_nodes(candidates, [TreeBudget(nodes, depth)], torch.arange(6))
     (tree,) = trees_from_columns(columns.numpy(), [7])
     tree.validate(7, 8, nodes, depth)
