@@ -286,18 +286,6 @@ def trees_from_columns(columns: Reals, roots: Sequence[int]) -> DraftTrees:
     return DraftTrees.below(roots, tokens, parents, scores, is_filled.sum(axis=1).astype(np.int64))
 
 
-def trees_of_cells(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> DraftTrees:
-    """Return the trees that kernels of the CPU wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees` there."""
-    (tokens, parents), counts = cells[:, :, :-1], cells[0, :, -1]
-    return DraftTrees.below(roots, tokens, parents, scores, counts)
-
-
-def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
-    """Return most drafted nodes and levels of each session."""
-    limits, depths = np.array([(max(budget.max_nodes - 1, 0), budget.max_depth) for budget in budgets]).T.copy()
-    return limits, depths
-
-
 def draw_chains(
     expansion: Expansion, scorer: LevelScorer[ChainLogits], num_steps: int, proposal_top_k: int, target_ids: Tensor
 ) -> Tensor:

@@ -39,27 +39,25 @@ class CostModel:
         if len(self.sizes) == 1:
             self.sizes.append(self.sizes[0] + 1)
             self._seconds *= 2
+        pairs = itertools.pairwise(zip(self.sizes, self._seconds, strict=True))
+        self._slopes = [(after - before) / (end - start) for (start, before), (end, after) in pairs]
 
     def at(self, size: npt.ArrayLike) -> Floats:
         """Return the expected seconds of each size."""
         sizes = np.asarray(size, dtype=np.float64)
-        beyond: Floats = self._slope(len(self.sizes) - 2) * np.maximum(sizes - self.sizes[-1], 0.0)
+        beyond: Floats = self._slopes[-1] * np.maximum(sizes - self.sizes[-1], 0.0)
         return self.factor * (np.interp(sizes, self.sizes, self._seconds) + beyond)
 
     def seconds(self, size: float) -> float:
         """Return `at` of a single size, in less time."""
-        left = min(max(bisect_right(self.sizes, size) - 1, 0), len(self.sizes) - 2)
-        return self.factor * (self._seconds[left] + self._slope(left) * max(size - self.sizes[left], 0.0))
+        left = min(max(bisect_right(self.sizes, size) - 1, 0), len(self._slopes) - 1)
+        return self.factor * (self._seconds[left] + self._slopes[left] * max(size - self.sizes[left], 0.0))
 
     def observe(self, size: float, seconds: float) -> None:
         """Move the factor towards a measurement."""
         self._count += 1
         surprise = min(seconds / self.seconds(size), self.MAX_SURPRISE) - 1
         self.factor *= 1 + max(self.RATE, 1 / (self._count + 1)) * surprise
-
-    def _slope(self, left: int) -> float:
-        """Return the seconds per size between a size of the table and the next one."""
-        return (self._seconds[left + 1] - self._seconds[left]) / (self.sizes[left + 1] - self.sizes[left])
 
 
 class DraftCosts:
@@ -164,7 +162,10 @@ class SurvivalModel:
 
 
 class RecentTrees:
-    """The whole trees drafted last, as a sample of what sequences would draft next. The last ones weigh most."""
+    """The whole trees drafted last, as a sample of what sequences would draft next. The last ones weigh most.
+
+    known_size: nodes that the largest trees could have had, leaving out few larger ones; 0 without any.
+    """
 
     NUM_TREES, MIN_TREES = 32, 4
     FORGETTING = 0.94  # weight of a tree after the next one
@@ -172,16 +173,13 @@ class RecentTrees:
 
     def __init__(self) -> None:
         self._trees: deque[tuple[DraftTree, int]] = deque(maxlen=self.NUM_TREES)
+        self.known_size = 0
 
     def observe(self, tree: DraftTree, most: int) -> None:
         """Keep a tree that could have had `most` nodes, before nodes were left out."""
         self._trees.append((tree, most))
-
-    @property
-    def known_size(self) -> int:
-        """Return how many nodes the largest trees could have had, leaving out few larger ones; 0 without any."""
         sizes = sorted((nodes for _, nodes in self._trees), reverse=True)
-        return sizes[min(len(sizes), self.MIN_TREES) - 1] if sizes else 0
+        self.known_size = sizes[min(len(sizes), self.MIN_TREES) - 1]
 
     def yields(self, survival: SurvivalModel, most: int, sizes: Seq[TreeSize], cuts: bool) -> tuple[Floats, Floats] | None:
         """Return how many drafted nodes of a tree are verified, and how many of these are accepted, [sizes, cuts].

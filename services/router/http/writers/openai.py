@@ -141,6 +141,9 @@ class ResponseWriter:
     _num_reserved_bytes: int = 0
     _stats: GenerationStats = field(default_factory=GenerationStats)
 
+    def __post_init__(self) -> None:
+        self._wants_logprobs, self._counts_events = self.body.wants_logprobs, self.body.has_usage_in_events
+
     async def response(self, chunks: ReadyChunks) -> dict[str, Any]:
         """Return the whole response. Raises RequestFailed if a completion failed, and what `hold` raises."""
         deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
@@ -220,7 +223,7 @@ class ResponseWriter:
         Log-probabilities of parsed text are not joined: the writers of other APIs count the tokens of reasoning before them.
         """
         ordered = sorted(ready, key=_is_failure)
-        if len(ready) == 1 or (self.new_parser is not None and self.body.wants_logprobs):
+        if len(ready) == 1 or (self.new_parser is not None and self._wants_logprobs):
             return [[chunk] for chunk in ordered]
         groups: defaultdict[tuple[int, bool], list[TextChunk]] = defaultdict(list)
         for chunk in ordered:
@@ -298,9 +301,9 @@ class ResponseWriter:
 
     def _choice(self, delta: TextDelta, content: dict[str, Any]) -> dict[str, Any]:
         logprobs: dict[str, Any] | None = None
-        if self.body.wants_logprobs and self.body.is_chat:
+        if self._wants_logprobs and self.body.is_chat:
             logprobs = chat_logprobs(self.tokenizer, delta.logprobs)
-        elif self.body.wants_logprobs:
+        elif self._wants_logprobs:
             offsets = self._text_offsets(delta.index, delta.logprobs, delta.offset)
             logprobs = completion_logprobs(self.tokenizer, delta.logprobs, offsets)
         choice = {"index": delta.index, **content, "logprobs": logprobs, "finish_reason": delta.finish_reason}
@@ -344,7 +347,7 @@ class ResponseWriter:
 
     def _usage_so_far(self) -> dict[str, Any]:
         """Return the usage of every event, if it is asked for."""
-        return {"usage": self._token_counts()} if self.body.has_usage_in_events else {}
+        return {"usage": self._token_counts()} if self._counts_events else {}
 
     def _token_counts(self) -> dict[str, Any]:
         """Return how many tokens all choices have so far."""
