@@ -90,12 +90,14 @@ class RequestContext:
     Attributes:
         deadline: by the clock of the running event loop, in seconds.
         on_trailers: receives the verifier's measurements when a completion has ended normally.
+        count: gets the number of each chunk's tokens, read or not.
         placement: where the first completion runs; the others are placed there too, to share its cached prefix.
         body: identifies the client's request, which may have several prompts.
     """
 
     deadline: float
     on_trailers: TrailerCallback | None = None
+    count: Callable[[int], object] = bool
     placement: Placement | None = None
     body: object = field(default_factory=object)
 

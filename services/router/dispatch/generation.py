@@ -20,7 +20,7 @@ from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.client_threads import ClientThreads
 from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
 from eyas.services.router.dispatch.workers import WorkerPool
-from eyas.services.router.telemetry import RouterTelemetry
+from eyas.services.router.telemetry import RequestSpan, RouterTelemetry
 from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import TextStream, Tokenizer
 
@@ -180,7 +180,7 @@ class GenerationService:
             operation: "chat" or "text_completion", as in the GenAI conventions.
             timeout_s: the client's own limit for each call.
             on_trailers: see `RequestContext`.
-            count: gets the number of each chunk's tokens, read or not.
+            count: see `RequestContext`.
 
         Raises:
             TimedOut: at the earlier of the client's and the router's limit.
@@ -191,7 +191,7 @@ class GenerationService:
 
         async def run_call(call: GenerateCall, first: int, put: Put) -> None:
             """Put the chunks of one call, whose completions begin with the number `first`."""
-            context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, body=slots)
+            context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, count, body=slots)
             with self._telemetry.request(call, operation) as traced:
                 try:
                     call = traced.set_call(call)
@@ -199,18 +199,7 @@ class GenerationService:
                         decode = self._tokenizers[call.model].decode
                         traced.prompt_text = await asyncio.to_thread(decode, call.request.prompt_ids)
 
-                    async def complete(call: GenerateCall, decoder: TextDecoder) -> None:
-                        """Put the chunks of one completion with their text. A stop string ends it: the verifier goes on."""
-                        async with aclosing(self._dispatcher.stream(call, context)) as chunks:
-                            async for received in chunks:
-                                chunk = decoder.add(received)
-                                traced.add(chunk)
-                                count(len(chunk.chunk.token_ids))
-                                await put(chunk)
-                                if decoder.stopped:
-                                    return
-
-                    works = (partial(complete, *each) for each in self._completions(call, first))
+                    works = (partial(self._complete, *each, context, traced, put) for each in self._completions(call, first))
                     await (next(works)() if call.request.sampling.n == 1 else run_all(works, slots))
                     await put(is_read := asyncio.Event())
                     await is_read.wait()  # a client that leaves before counts as such
@@ -248,6 +237,19 @@ class GenerationService:
             stop_token_ids, num_prompt = request.sampling.stop_token_ids, len(request.prompt_ids)
             decoder = TextDecoder(text, stop_token_ids, num_prompt, sampling.seed, index)
             yield replace(call, request=completion), decoder
+
+    async def _complete(
+        self, call: GenerateCall, decoder: TextDecoder, context: RequestContext, traced: RequestSpan, put: Put
+    ) -> None:
+        """Put the chunks of one completion with their text. A stop string ends it, for the verifier would go on."""
+        async with aclosing(self._dispatcher.stream(call, context)) as chunks:
+            async for received in chunks:
+                chunk = decoder.add(received)
+                traced.add(chunk)
+                context.count(len(chunk.chunk.token_ids))
+                await put(chunk)
+                if decoder.stopped:
+                    return
 
     def _served(self, name: str) -> ModelInfo | None:
         if self._has_ended.is_set():
