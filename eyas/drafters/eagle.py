@@ -39,7 +39,6 @@ from eyas.emulation.device import EmulatedDevice, on_host
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import Ranked
 from eyas.kernels.plain.layers import take_rows
-from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.compiled import CompiledEagle
 from eyas.models.heads.eagle import EagleHead
@@ -50,6 +49,8 @@ from eyas.protocol.tree import DraftTree
 
 # Sessions whose trees grow together where their rows share slots of the KV cache without the attention kernel.
 MAX_SHARING_SESSIONS = 16
+# New pairs up to which kernels of the CPU run all of them; with more torch is faster, as it runs only the last of a session.
+MAX_COMPILED_PAIRS = 24
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
@@ -111,7 +112,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         if compiled:
             compiled.compile_kernels()
         self._run_segments = partial(compiled.run, kv=self._kv) if compiled else self._run_packed
-        self._run_new_pairs = partial(compiled.extend, kv=self._kv) if compiled else self._packed(self._run_pairs)
 
     def emulate(self, device: EmulatedDevice) -> None:
         super().emulate(device)
@@ -249,8 +249,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         while growth.widths.any():
             sources, places = rows.add(growth)
             tokens = self.draft_ids.numpy()[growth.tokens[places]]
-            states, logits = compiled.level(states, sources, tokens, rows.slots, rows.keys, self._kv)
-            growth.add(logits)
+            states = compiled.run_rows(states, sources, tokens, rows.slots, rows.keys, self._kv)
+            growth.add(compiled.logits(states))
         return growth.trees([context.tokens[-1] for context in contexts])
 
     def _claim(self, session: KVSession[Tensor], context: DraftContext, busy: Collection[str]) -> bool:
@@ -262,16 +262,19 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         return EagleExpansion(self._head, self._kv, roots, shape)
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
-        """Cache keys and values of all new pairs. The last layer runs only the last pair of each session.
+        """Cache keys and values of all new pairs. The last layer may run only the last pair of each session.
 
         Returns the state [S, H] behind each session's last pair.
         """
         features = torch.cat([context.features for context in contexts if context.features is not None])
-        features = moved(features, self.draft_ids.device, self._dtype)
-        attends = self._head.rows_in_slots or self._head.config.num_layers > 1
-        is_long = attends and max(map(num_features, contexts)) > MAX_KERNEL_ROWS  # torch is faster
-        run = self._packed(self._run_pairs) if is_long else self._run_new_pairs
-        states = self._run_new(contexts, features, run, attends)
+        features, counts = moved(features, self.draft_ids.device, self._dtype), list(map(num_features, contexts))
+        if self._compiled and sum(counts) <= MAX_COMPILED_PAIRS:
+            pairs = zip(contexts, self._prefix_slots(contexts), counts, strict=True)
+            rows = [new_rows(context, slots, count, attends=True) for context, slots, count in pairs]
+            states = self._run_segments(features, rows)[np.cumsum(counts) - 1]
+        else:
+            attends = self._head.rows_in_slots or self._head.config.num_layers > 1
+            states = self._run_new(contexts, features, self._packed(self._run_pairs), attends)
         for context, state in zip(contexts, states, strict=True):
             self.sessions[context.session].state = state
         return states

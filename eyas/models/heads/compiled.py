@@ -54,48 +54,26 @@ class CompiledEagle:
         layers.compile_kernels()
         drafting.compile_kernels()
 
-    def extend(self, features: Tensor, new: Sequence[Segment], last: Sequence[Segment], kv: KVCache) -> Tensor:
-        """Cache keys and values of new pairs, features [R, H]; the last layer runs only the last pair of each session.
-
-        Returns the states [S, H] behind the last pairs.
-
-        Args:
-            new, last: see `new_rows` and `last_rows` in `eyas.drafters.neural`.
-        """
-        tokens, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("tokens", "slots"))
-        keys = RowKeys.of(new, len(tokens))
-        rows, rotary = self._rows(features, np.arange(len(tokens)), tokens, slots, keys)
-        deepest, ends = len(self._layers) - 1, keys.ends - 1
-        for number in range(deepest):
-            self._layers[number].run(self._kernels, rows, rotary, kv, number)
-        qkv = self._layers[deepest].project(self._kernels, rows, rotary, kv, deepest)
-        behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], RowKeys.of(last, 1))
-        self._layers[deepest].finish(self._kernels, behind, qkv[ends], kv, deepest)
-        return self._states(behind)
-
     def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache) -> Tensor:
         """Return states [R, H] of rows in slots, features [R, H], through all layers."""
         tokens, slots = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "slots"))
-        return self.level(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments, len(tokens)), kv)[0]
+        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments, len(tokens)), kv)
 
-    def level(
-        self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys, kv: KVCache
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rows of trees [R] behind the states [N, H] that `sources` [R] name: their states [R, H] and logits
-        [R, D].
+    def run_rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys, kv: KVCache) -> Tensor:
+        """Return the states [R, H] of rows behind the states [N, H] that `sources` [R] name.
 
         Args:
             tokens: the target's ids [R].
             slots: for their keys and values [R].
         """
-        rows, rotary = self._rows(states, sources, tokens, slots, keys)
+        rows = self._inputs(states, sources, tokens, slots, keys)
+        rotary = self._cos[keys.positions], self._sin[keys.positions]
         if self._stack:
             self._stack.run(rows, [rotary], kv)
         else:
             for number, layer in enumerate(self._layers):
                 layer.run(self._kernels, rows, rotary, kv, number)
-        is_bare = self._head.config.wiring.output == "bare"
-        return self._states(rows), self._head.lm_head(rows.state if is_bare else rows.normed)
+        return rows.normed if self._head.config.wiring.output == "normed" else rows.state
 
     def logits(self, states: Tensor) -> Tensor:
         """Return draft logits [R, D] of states [R, H]."""
@@ -105,16 +83,13 @@ class CompiledEagle:
             states = normed
         return self._head.lm_head(states)  # type: ignore[no-any-return]
 
-    def _rows(
-        self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys
-    ) -> tuple[CpuRows, tuple[Floats, Floats]]:
-        """Return the inputs of the first layer, and cos and sin of their positions."""
+    def _inputs(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys) -> CpuRows:
+        """Return the inputs of the first layer."""
         head, first, width = self._head, self._first, states.shape[1]
-        rotary = self._cos[keys.positions], self._sin[keys.positions]
         if head.fc is not None:
             embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
             joined, _ = head.first_inputs(embedded, states[torch.from_numpy(sources)])
-            return CpuRows(joined, slots, keys, inputs=joined), rotary
+            return CpuRows(joined, slots, keys, inputs=joined)
         assert first.input_norm is not None
         assert first.hidden_norm is not None
         inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
@@ -125,10 +100,7 @@ class CompiledEagle:
         )  # fmt: skip
         if head.config.wiring.norm_before_residual:
             residual.copy_(inputs[:, width:])
-        return CpuRows(residual, slots, keys, inputs=inputs), rotary
-
-    def _states(self, rows: CpuRows) -> Tensor:
-        return rows.normed if self._head.config.wiring.output == "normed" else rows.state
+        return CpuRows(residual, slots, keys, inputs=inputs)
 
 
 def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
