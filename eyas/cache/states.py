@@ -45,7 +45,7 @@ class StateStep(NamedTuple):
 
 
 class StateRows:
-    """Count of the holders of each row: sequences, and nodes of the prefix cache. Row START is nobody's.
+    """Count of the holders of each row: sequences, and nodes of the prefix cache. Row START has no owner.
 
     Args:
         num_rows: of the pools, START among them.
