@@ -53,7 +53,7 @@ def optimize_for_cpu(model: Any, dtype: torch.dtype | None = None, to_bytes: boo
 
     Args:
         dtype: that a causal LM computes in, whatever dtypes its weights have. Layers of a half precision are packed only
-            where the processor has no instructions for it, but always the output head, which returns float32. None packs
+            where the processor has no matrix units for it, but always the output head, which returns float32. None packs
             float32 layers.
         to_bytes: round the weights to 8 bits, see `PackedWeight.rounded`.
     """
