@@ -360,8 +360,8 @@ def tables(settings: Settings, found: Sequence[Measured]) -> list[Table]:
         "Processor time of all threads for a token: median and range; of a prefill for a token of the prompt. The ratio is "
         f"to {EYAS} with that precision: above 1, {EYAS} is ahead. All decode the same {PROMPT_TOKENS} tokens a prompt "
         "greedily; the time of the first token is taken off. Prompt lookup decodes a prompt that repeats itself. llama.cpp "
-        "multiplies by the 4 to 8 bits of the GGUF file and rounds rows to 8. The others multiply rows of float32 or bfloat16 "
-        "by weights that were unpacked from it."
+        "multiplies by the 4 to 8 bits of the GGUF file and rounds rows to 8. The others have weights "
+        "that were unpacked from it."
     )
     memory = (
         "Seconds from the start of the process to its first token, and the most memory that it had before prompt lookup, "
