@@ -221,8 +221,9 @@ class RowKeys(NamedTuple):
 BLOCK_OUTPUTS = 16
 # How such a weight is stored: as float32, as float16, or as integers of 8 bits.
 FLOATS, HALVES, BYTES = range(3)
-# Rows of a block of 8-bit integers that hold the float32 scales of its outputs, behind the rows of the inputs.
-SCALE_INPUTS = 4
+# Inputs of an output that share a scale, of 8-bit integers; and rows of a block behind these inputs, which hold the
+# outputs' float32 scales.
+GROUP_INPUTS, SCALE_INPUTS = 16, 4
 
 
 # Rows and columns of a weight that a kernel multiplies at once, at most: one scale must cover them.
