@@ -38,7 +38,6 @@ from eyas.emulation.device import EmulatedDevice, on_host
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import Ranked
 from eyas.kernels.plain.layers import take_rows
-from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.compiled import CompiledEagle
 from eyas.models.heads.eagle import EagleHead
@@ -275,9 +274,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         features = torch.cat([context.features for context in contexts if context.features is not None])
         features = moved(features, self.draft_ids.device, self._dtype)
         attends = self._head.rows_in_slots or self._head.config.num_layers > 1
-        is_long = attends and max(map(num_features, contexts)) > MAX_KERNEL_ROWS  # torch is faster
-        run = self._packed(self._run_pairs) if is_long else self._run_new_pairs
-        states = self._run_new(contexts, features, run, attends)
+        states = self._run_new(contexts, features, self._run_new_pairs, attends)
         for context, state in zip(contexts, states, strict=True):
             self.sessions[context.session].state = state
         return states

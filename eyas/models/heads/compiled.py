@@ -62,20 +62,20 @@ class CompiledEagle:
             new, last: see `new_rows` and `last_rows` in `eyas.drafters.neural`.
         """
         tokens, slots = (np.concatenate([getattr(segment, name) for segment in new]) for name in ("tokens", "slots"))
-        keys = RowKeys.of(new, len(tokens))
+        keys = RowKeys.of(new)
         rows, rotary = self._rows(features, np.arange(len(tokens)), tokens, slots, keys), self._rotary(keys.positions)
         deepest, ends = len(self._layers) - 1, keys.ends - 1
         for number in range(deepest):
             self._layers[number].run(self._kernels, rows, rotary, kv, number)
         qkv = self._layers[deepest].project(self._kernels, rows, rotary, kv, deepest)
-        behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], RowKeys.of(last, 1))
+        behind = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], RowKeys.of(last))
         self._layers[deepest].finish(self._kernels, behind, qkv[ends], kv, deepest)
         return self._states(behind)
 
     def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache) -> Tensor:
         """Return states [R, H] of rows in slots, features [R, H], through all layers."""
         tokens, slots = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "slots"))
-        return self.level(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments, len(tokens)), kv)[0]
+        return self.level(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments), kv)[0]
 
     def level(
         self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: Any, kv: KVCache
@@ -169,11 +169,11 @@ class CompiledBackbone:
         """Return the rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see
         each other and their prefixes.
         """
-        whole = RowKeys.of(blocks, len(embedded))
+        whole = RowKeys.of(blocks)
         rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
         causal = whole
         if self._config.causal_windows:
-            causal = RowKeys.of([block._replace(visible=None) for block in blocks], len(embedded))
+            causal = RowKeys.of([block._replace(visible=None) for block in blocks])
         rows.start(self._kernels, self._first)
         if self._stack and causal is whole:
             self._stack.run(rows, [rotary], kv)
