@@ -62,7 +62,7 @@ class StateRows:
 
     @property
     def num_free(self) -> int:
-        """Return the rows that nobody holds."""
+        """Return the rows without a holder."""
         return len(self._free)
 
     def take(self) -> int:

@@ -36,7 +36,7 @@ class SequenceStates:
         self._marks: dict[int, int] = {}  # rows by position
 
     def prompt_step(self, first: int, count: int, prompt_length: int) -> StateStep:
-        """Return the rows for tokens from position `first` on, all of which are sure to stay."""
+        """Return the rows for tokens from position `first` on. All are sure to stay."""
         last = min(first + count, self._marks_until)
         wanted = {self._branch, prompt_length - 1, *range(first - first % MARK_EVERY, last + 1, MARK_EVERY)}
         for position in sorted(wanted):

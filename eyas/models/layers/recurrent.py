@@ -118,7 +118,7 @@ _Computed = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StateCall:
-    """Call of a recurrent function that a pass without weights records, with what it tells of a layer's state."""
+    """Call of a recurrent function that a pass without weights records, with the part of a state that it shows."""
 
     layer: int
     shape: StateShape
