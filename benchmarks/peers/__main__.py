@@ -28,7 +28,6 @@ from benchmarks.scripts.gemma import fetch
 from benchmarks.scripts.streaming_work import cpu_seconds
 from eyas.bench.report import Report, Spread, Table, number
 from eyas.config.gguf_files import local_folder
-from eyas.device.host import num_cores
 from eyas.errors import ConfigError, EyasError, Unavailable
 from eyas.progress import Progress, progress
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
@@ -50,20 +49,35 @@ Kind = Literal["decode", "lookup", "prefill"]
 
 @dataclass(frozen=True)
 class Contender:
-    """A library with weights. own: whether it runs in the environment of the others."""
+    """A library with weights.
 
-    name: str
+    Attributes:
+        precision: of the weights; Eyas with the same one is what it is compared with.
+        own: whether it runs in the environment of the others.
+    """
+
+    library: str
+    precision: worker.Precision
     loader: str
     weights: str
     own: bool
 
+    @property
+    def name(self) -> str:
+        """Return the name in reports."""
+        return f"{self.library}, {self.precision}"
 
+
+EYAS = "Eyas"
 CONTENDERS = (
-    Contender("Eyas", "eyas", "gguf", False),
-    Contender("transformers, float32", "transformers", "folder", False),
-    Contender("OpenVINO, float32", "openvino", "openvino-float32", True),
-    Contender("OpenVINO, int8", "openvino", "openvino-int8", True),
-    Contender("llama.cpp, Q4_K_M", "llama_cpp", "gguf", True),
+    Contender(EYAS, "float32", "eyas", "gguf", False),
+    Contender(EYAS, "bfloat16", "eyas", "gguf", False),
+    Contender(EYAS, "int8", "eyas", "gguf", False),
+    Contender("transformers", "float32", "transformers", "folder", False),
+    Contender("transformers", "bfloat16", "transformers", "folder", False),
+    Contender("OpenVINO", "float32", "openvino", "openvino-float32", True),
+    Contender("OpenVINO", "int8", "openvino", "openvino-int8", True),
+    Contender("llama.cpp Q4_K_M", "int8", "llama_cpp", "gguf", True),
 )
 
 
@@ -112,14 +126,14 @@ def main(
     batch: Annotated[list[int], typer.Option(help="Prompts at once; may be repeated.")] = [1, 4, 16],  # noqa: B006
     prefill_tokens: Annotated[int, typer.Option(help="Tokens of the long prompt.")] = 2000,
     repeats: Annotated[int, typer.Option(help="Runs of each case.")] = 3,
-    threads: Annotated[int, typer.Option(help="Threads of each; 0 takes one for each core.")] = 0,
+    threads: Annotated[int, typer.Option(help="Threads of each; more than one wait for each other in processor time.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Compare processor time, start-up and memory of Eyas and its peers."""
     work.mkdir(parents=True, exist_ok=True)
     os.environ.pop("OMP_NUM_THREADS", None)
     file = Path(model) if model else fetch(work)
-    settings = Settings(str(file), threads or num_cores(), num_tokens, tuple(batch), prefill_tokens, repeats)
+    settings = Settings(str(file), threads, num_tokens, tuple(batch), prefill_tokens, repeats)
     with progress() as shown:
         paths = weights(file, work, shown)
         measure(settings, paths, work, shown)
@@ -298,7 +312,8 @@ class Process:
 def running(contender: Contender, settings: Settings, paths: dict[str, str], work: Path, lookup: bool) -> Iterator[Process]:
     """Start a contender, and end it with the context."""
     python = paths["python"] if contender.own else sys.executable
-    words = [contender.loader, paths[contender.weights], str(settings.threads), "lookup" if lookup else "plain"]
+    mode = "lookup" if lookup else "plain"
+    words = [contender.loader, paths[contender.weights], contender.precision, str(settings.threads), mode]
     log = work / f"{re.sub(r'[^a-z0-9]+', '-', contender.name.lower())}.log"
     path = [] if contender.own else [str(Path().resolve()), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}
@@ -336,16 +351,17 @@ def tables(settings: Settings, found: Sequence[Measured]) -> list[Table]:
     for case in map(str, settings.cases):
         spreads = {name: Spread.of([m.value for m in found if (m.contender, m.case) == (name, case)]) for name in NAMES}
         rates = {name: Spread.of([m.per_s for m in found if (m.contender, m.case) == (name, case)]) for name in NAMES}
-        for name in NAMES:
-            ratio = spreads[name].median / spreads[NAMES[0]].median
-            rows.append((case, name, f"{spreads[name]}", f"{ratio:.2f}", number(rates[name].median)))
+        for each in CONTENDERS:
+            ratio = spreads[each.name].median / spreads[f"{EYAS}, {each.precision}"].median
+            rows.append((case, each.name, f"{spreads[each.name]}", f"{ratio:.2f}", number(rates[each.name].median)))
     single = {(m.contender, m.case): m.value for m in found}
     starts = [(name, number(single[name, START]), number(single[name, MEMORY])) for name in NAMES]
     note = (
         "Processor time of all threads for a token: median and range; of a prefill for a token of the prompt. The ratio is "
-        f"to Eyas. All decode the same {PROMPT_TOKENS} tokens a prompt greedily; the time of the first token is taken off. "
-        "Prompt lookup decodes a prompt that repeats itself. Eyas and llama.cpp read the GGUF file; llama.cpp computes with "
-        "its quantised weights, the others with weights that were unpacked from it."
+        f"to {EYAS} with that precision: above 1, {EYAS} is ahead. All decode the same {PROMPT_TOKENS} tokens a prompt "
+        "greedily; the time of the first token is taken off. Prompt lookup decodes a prompt that repeats itself. llama.cpp "
+        "multiplies by the 4 to 8 bits of the GGUF file and rounds rows to 8. The others have weights "
+        "that were unpacked from it."
     )
     memory = (
         "Seconds from the start of the process to its first token, and the most memory that it had before prompt lookup, "

@@ -10,11 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 Prompts = list[list[int]]
 # Prompts and how many tokens each is continued by; returns how many it was. Greedy, and no end of text ends it.
 Decode = Callable[[Prompts, int], list[int]]
+Precision = Literal["float32", "bfloat16", "int8"]
 # Room for all sequences of a batch, and for the longest prompt.
 MAX_TOKENS = 8192
 MAX_BATCH = 16
@@ -23,14 +24,15 @@ LOOKUP_TOKENS = 10
 LOOKUP_NGRAM = 3
 
 
-def eyas(path: str, threads: int, lookup: bool) -> Decode:
-    """Return Eyas with float32 activations and the weights that `dtype="auto"` takes."""
+def eyas(path: str, precision: Precision, threads: int, lookup: bool) -> Decode:
+    """Return Eyas. Its threads share the layers of passes: compiled kernels run where torch has one."""
     from eyas.api.request import SamplingParams
     from eyas.config import EngineConfig
     from eyas.llm import LLM
 
-    engine = EngineConfig(max_kv_tokens=MAX_TOKENS, prefix_cache=False)
-    llm = LLM(path, method="prompt_lookup" if lookup else None, engine=engine, threads=threads)
+    rounding, dtype = ("int8", "float32") if precision == "int8" else ("", precision)
+    engine = EngineConfig(max_kv_tokens=MAX_TOKENS, prefix_cache=False, layer_threads=threads, quantization=rounding)
+    llm = LLM(path, method="prompt_lookup" if lookup else None, dtype=dtype, engine=engine, threads=1)
 
     def decode(prompts: Prompts, num_tokens: int) -> list[int]:
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
@@ -39,13 +41,13 @@ def eyas(path: str, threads: int, lookup: bool) -> Decode:
     return decode
 
 
-def transformers(path: str, threads: int, lookup: bool) -> Decode:
-    """Return transformers' `generate` in float32."""
+def transformers(path: str, precision: Precision, threads: int, lookup: bool) -> Decode:
+    """Return transformers' `generate`."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, precision)).eval()
     more = {"prompt_lookup_num_tokens": LOOKUP_TOKENS, "max_matching_ngram_size": LOOKUP_NGRAM} if lookup else {}
 
     def decode(prompts: Prompts, num_tokens: int) -> list[int]:
@@ -58,7 +60,7 @@ def transformers(path: str, threads: int, lookup: bool) -> Decode:
     return decode
 
 
-def openvino(path: str, threads: int, lookup: bool) -> Decode:
+def openvino(path: str, precision: Precision, threads: int, lookup: bool) -> Decode:
     """Return OpenVINO GenAI's pipeline with continuous batching, as `LLMPipeline` takes it on a processor."""
     import numpy as np
     import openvino as ov
@@ -68,7 +70,7 @@ def openvino(path: str, threads: int, lookup: bool) -> Decode:
     scheduler.enable_prefix_caching = False
     scheduler.max_num_seqs = MAX_BATCH
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads, **({"prompt_lookup": True} if lookup else {})}
-    if path.endswith("float32"):
+    if precision == "float32":
         properties |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     pipeline = genai.ContinuousBatchingPipeline(path, scheduler, "CPU", properties)
 
@@ -83,7 +85,7 @@ def openvino(path: str, threads: int, lookup: bool) -> Decode:
     return decode
 
 
-def llama_cpp(path: str, threads: int, lookup: bool) -> Decode:
+def llama_cpp(path: str, precision: Precision, threads: int, lookup: bool) -> Decode:
     """Return the server of llama.cpp, in this process, on the quantised weights of the GGUF file."""
     import xllamacpp
 
@@ -110,17 +112,17 @@ def llama_cpp(path: str, threads: int, lookup: bool) -> Decode:
     return decode
 
 
-LOADERS: dict[str, Callable[[str, int, bool], Decode]] = {
+LOADERS: dict[str, Callable[[str, Any, int, bool], Decode]] = {
     "eyas": eyas, "transformers": transformers, "openvino": openvino, "llama_cpp": llama_cpp,
 }  # fmt: skip
 
 
 def main(arguments: Sequence[str]) -> None:
     """Load, say so, and answer until the input ends. What libraries print goes to stderr."""
-    loader, path, threads, lookup = arguments
+    loader, path, precision, threads, mode = arguments
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    decode = LOADERS[loader](path, int(threads), lookup == "lookup")
+    decode = LOADERS[loader](path, precision, int(threads), mode == "lookup")
     print(json.dumps({"ready": True}), file=answers)
     for line in sys.stdin:
         request = json.loads(line)

@@ -45,7 +45,7 @@ class StateStep(NamedTuple):
 
 
 class StateRows:
-    """Count of the holders of each row: sequences, and nodes of the prefix cache. Row START is nobody's.
+    """Count of the holders of each row: sequences, and nodes of the prefix cache. Row START has no owner.
 
     Args:
         num_rows: of the pools, START among them.
@@ -62,7 +62,7 @@ class StateRows:
 
     @property
     def num_free(self) -> int:
-        """Return the rows that nobody holds."""
+        """Return the rows without a holder."""
         return len(self._free)
 
     def take(self) -> int:

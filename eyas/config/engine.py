@@ -50,7 +50,7 @@ class EngineConfig:
         tensor_parallel_size: number of processes that share the target's weights and KV cache. It must divide the number
             of attention heads, and divide the number of key-value heads or be a multiple of it.
         quantization: how the checkpoint's weights are quantised, as its config.json says it. Another checkpoint is refused.
-            "int8" rounds plain weights to 8 bits on a CPU, with a scale for each output: see docs/models.md.
+            "int8" rounds plain weights to 8 bits on a CPU, with a scale for each 16 inputs: see docs/models.md.
             Empty takes any.
         json_whitespace_pattern: regular expression of the whitespace between the parts of JSON, for structured outputs that
             name none. By default a space, or the end of a line and its indentation, so that a model cannot spend its

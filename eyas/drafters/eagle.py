@@ -49,7 +49,7 @@ from eyas.protocol.tree import DraftTree
 
 # Sessions whose trees grow together where their rows share slots of the KV cache without the attention kernel.
 MAX_SHARING_SESSIONS = 16
-# New pairs up to which kernels of the CPU run all of them; with more torch is faster, as it runs only the last of a session.
+# New pairs of a single layer up to which kernels of the CPU run them all; torch runs only the last one of each session.
 MAX_COMPILED_PAIRS = 24
 
 
@@ -268,12 +268,12 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """
         features = torch.cat([context.features for context in contexts if context.features is not None])
         features, counts = moved(features, self.draft_ids.device, self._dtype), list(map(num_features, contexts))
-        if self._compiled and sum(counts) <= MAX_COMPILED_PAIRS:
+        attends = self._head.rows_in_slots or self._head.config.num_layers > 1
+        if self._compiled and (attends or sum(counts) <= MAX_COMPILED_PAIRS):
             pairs = zip(contexts, self._prefix_slots(contexts), counts, strict=True)
             rows = [new_rows(context, slots, count, attends=True) for context, slots, count in pairs]
             states = self._run_segments(features, rows)[np.cumsum(counts) - 1]
         else:
-            attends = self._head.rows_in_slots or self._head.config.num_layers > 1
             states = self._run_new(contexts, features, self._packed(self._run_pairs), attends)
         for context, state in zip(contexts, states, strict=True):
             self.sessions[context.session].state = state

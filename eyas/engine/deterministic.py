@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -17,9 +16,8 @@ from eyas.device.transfer import upload
 from eyas.engine.runner import ModelRunner
 from eyas.errors import ConfigError
 from eyas.models.backends.base import ForwardBackend
-from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.heads.fusers import FeatureFuser
-from eyas.models.inputs import Segment, TreeSegments, pack
+from eyas.models.inputs import Segment, pack
 from eyas.models.layers.fused import is_batch_invariant
 from eyas.models.layers.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel
@@ -57,10 +55,8 @@ class BatchInvariantRunner(ModelRunner):
             reason = "routes rows to experts" if target.is_mixture_of_experts else "has recurrent layers"
             raise ConfigError(f"deterministic mode cannot hold for {target.config.model_type}, which {reason}")
         self._rows = rows
-        self._max_rows = MAX_KERNEL_ROWS if self.backend is target else sys.maxsize  # of a segment
         is_kept_here = target.device.type == "cpu" and is_batch_invariant(target.model) and not kv_cache.is_narrow
-        keeps_rows = self.backend is not target or is_kept_here
-        self.keeps_batches = rows <= self._max_rows and keeps_rows
+        self.keeps_batches = self.backend is not target or is_kept_here
         if not self.keeps_batches and target.device.type == "cpu":
             message = "deterministic mode runs each sequence by itself, in passes of %d rows, which is slow: %s"
             log.warning(message, rows, self._why_alone())
@@ -71,15 +67,11 @@ class BatchInvariantRunner(ModelRunner):
             return reason
         if self.kv_cache.is_narrow:
             return "keys and values have 8 bits; set engine.kv_cache_dtype to auto"
-        if self._rows > self._max_rows:
-            return f"tree.num_draft_tokens is above {self._max_rows}"
         return "the kernels do not know this model's layers, or this processor lacks AVX2 and FMA"
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
         if self.keeps_batches:
-            if isinstance(segments, TreeSegments):  # nothing to cut
-                return super().forward(segments)
-            return super().forward([part for segment in segments for part in _parts(segment, self._max_rows)])
+            return super().forward(segments)
         scratch = self.kv_cache.scratch
         blocks = [block for segment in segments for block in fixed_size_blocks(segment, self._rows, scratch)]
         return StepOutput(torch.cat([self._run_block(block) for block in blocks]))
@@ -92,11 +84,3 @@ class BatchInvariantRunner(ModelRunner):
         out = self.target.forward(packed, self.kv_cache)
         self._store_features(packed.slots, out)
         return out.logits[upload(block.logits_indices, out.logits.device)]
-
-
-def _parts(segment: Segment, rows: int) -> list[Segment]:
-    """Return the segment in parts of at most `rows` rows; a tree is one part."""
-    count = len(segment.tokens)
-    if segment.visible is not None or count <= rows:
-        return [segment]
-    return [segment.part(start, min(start + rows, count)) for start in range(0, count, rows)]

@@ -24,15 +24,19 @@ class SequenceStates:
 
     def __init__(self, cache: PrefixCache, prefix: CachedPrefix, marks_until: int) -> None:
         assert cache.states is not None, "the target has recurrent layers"
-        self._cache, self._rows = cache, cache.states
-        self._row, self._position, self._pending = prefix.node.state, len(prefix.slots), NO_ROWS
+        self._cache = cache
+        self._rows = cache.states
+        self._row = prefix.node.state
+        self._position = len(prefix.slots)
+        self._pending = NO_ROWS
         self._rows.hold(self._row)
         self._next = START  # taken at the first pass
-        self._branch, self._marks_until = prefix.num_known, marks_until
+        self._branch = prefix.num_known
+        self._marks_until = marks_until
         self._marks: dict[int, int] = {}  # rows by position
 
     def prompt_step(self, first: int, count: int, prompt_length: int) -> StateStep:
-        """Return the rows for tokens from position `first` on, all of which are sure to stay."""
+        """Return the rows for tokens from position `first` on. All are sure to stay."""
         last = min(first + count, self._marks_until)
         wanted = {self._branch, prompt_length - 1, *range(first - first % MARK_EVERY, last + 1, MARK_EVERY)}
         for position in sorted(wanted):
@@ -47,12 +51,15 @@ class SequenceStates:
 
     def advance(self, position: int, pending: Ints = NO_ROWS) -> None:
         """Take what the latest step wrote. position: tokens before that state. pending: see StateStep."""
-        read, self._row, self._next = self._row, self._next, START
+        read = self._row
+        self._row = self._next
+        self._next = START
         if read != START and not self._rows.is_shared(read):
             self._next = read
         else:
             self._rows.release(read)
-        self._position, self._pending = position, pending
+        self._position = position
+        self._pending = pending
 
     def share(self, prefix: CachedPrefix) -> None:
         """Give the marks inside a prefix of the sequence to the prefix cache."""

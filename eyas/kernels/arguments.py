@@ -182,8 +182,9 @@ class RowKeys(NamedTuple):
         starts, ends: of each segment's rows among those of the pass [B].
         prefix: slots of all prefixes [P].
         prefix_ends: where each ends [B].
+        causal: whether a row sees its whole prefix and the rows up to itself, which have consecutive positions [B].
         num_masked: the last slots of each prefix that `visible` names too [B].
-        visible: flat masks [n, num_masked + n] of the segments, one after the other.
+        visible: flat masks [n, num_masked + n] of the other segments, one after the other.
         positions: of the rows [R].
     """
 
@@ -191,29 +192,25 @@ class RowKeys(NamedTuple):
     ends: Ints
     prefix: Ints
     prefix_ends: Ints
+    causal: Bools
     num_masked: Ints
     visible: Bools
     positions: Ints
 
     @classmethod
-    def of(cls, segments: Sequence[Segment], max_rows: int) -> RowKeys:
-        """Return the keys of those packed segments that have at most `max_rows` rows."""
-        ends = np.cumsum([len(s.tokens) for s in segments])
-        chosen = [i for i, segment in enumerate(segments) if len(segment.tokens) <= max_rows]
-        positions, segments = [s.positions for s in segments], [segments[i] for i in chosen]
+    def of(cls, segments: Sequence[Segment]) -> RowKeys:
+        """Return the keys of packed segments."""
         counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
-        masks = [
-            np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
-            for segment, count in zip(segments, counts, strict=True)
-        ]
+        ends = np.cumsum(counts)
         return cls(
-            starts=ends[chosen] - counts,
-            ends=ends[chosen],
+            starts=ends - counts,
+            ends=ends,
             prefix=np.concatenate([NO_SLOTS, *(part for s in segments for part in (s.prefix, s.others))]),
             prefix_ends=np.cumsum([len(s.prefix) + len(s.others) for s in segments], dtype=np.int64),
+            causal=np.array([s.visible is None for s in segments]),
             num_masked=np.array([len(s.others) for s in segments], dtype=np.int64),
-            visible=np.concatenate([NO_MASK, *(mask.ravel() for mask in masks)]),
-            positions=np.concatenate(positions).astype(np.int64, copy=False),
+            visible=np.concatenate([NO_MASK, *(s.visible.ravel() for s in segments if s.visible is not None)]),
+            positions=np.concatenate([s.positions for s in segments]).astype(np.int64, copy=False),
         )
 
 
@@ -221,8 +218,9 @@ class RowKeys(NamedTuple):
 BLOCK_OUTPUTS = 16
 # How such a weight is stored: as float32, as float16, or as integers of 8 bits.
 FLOATS, HALVES, BYTES = range(3)
-# Rows of a block of 8-bit integers that hold the float32 scales of its outputs, behind the rows of the inputs.
-SCALE_INPUTS = 4
+# Inputs of an output that share a scale, of 8-bit integers; and rows of a block behind these inputs, which hold the
+# outputs' float32 scales.
+GROUP_INPUTS, SCALE_INPUTS = 16, 4
 
 
 # Rows and columns of a weight that a kernel multiplies at once, at most: one scale must cover them.

@@ -606,7 +606,7 @@ def pass_dtype(target: CheckpointSource, dtype: str, device: str, engine: Engine
     """Return the dtype that passes over weights of `dtype` compute in. `auto` must have been resolved.
 
     On a CPU that is float32 for `engine.quantization` INT8, for deterministic mode, and where the processor has no
-    instructions for a half precision: kernels read the weights in as many bytes, and a row does not depend on the other rows
+    matrix units for a half precision: kernels read the weights in as many bytes, and a row does not depend on the other rows
     (docs/decisions/0050-half-weights.md). Experts and quantised weights are none that kernels read, so models with these
     compute in the dtype of their weights, as ranks do.
     """

@@ -119,7 +119,8 @@ class RecurrentRows:
         return self._upload(rows), self._upload(places)
 
     def _find_windows(self, width: int) -> ConvolutionWindows:
-        past, count = width - 1, len(self._steps)
+        past = width - 1
+        count = len(self._steps)
         owners = np.repeat(np.arange(count), self._counts)
         # up: the input before each one. Those before a segment's first row are its columns, the latest first.
         columns = np.arange(count * past)
@@ -162,7 +163,8 @@ class RecurrentRows:
         seen: Bools = np.zeros((len(bucket), most, most), np.bool_)
         marked = list[tuple[int, int]]()
         for place, (index, start, end) in enumerate(bucket):
-            count, visible = end - start, self._segments[index].visible
+            count = end - start
+            visible = self._segments[index].visible
             seen[place, :count, :count] = np.tri(count, dtype=np.bool_) if visible is None else visible
             marked += [(place, row) for after, row in self._steps[index].marks if after == end]
         is_row = np.arange(most) < counts[:, None]

@@ -111,7 +111,8 @@ def inspect_architecture(config: Any) -> Architecture:
                 raise
             what = f"{_layers(range(num_layers))} do not attend to the text through transformers' interface"
             raise _refusal(name, what, OWN_CODE) from None
-    calls, states = sorted(trace.calls, key=lambda call: call.layer), _joined_states(trace.states)
+    calls = sorted(trace.calls, key=lambda call: call.layer)
+    states = _joined_states(trace.states)
     _check_states(config, states)
     has_nothing = [layer for layer, kind in enumerate(_layer_types(config)) if kind in PLAIN_LAYERS]
     if missing := sorted(set(range(num_layers)) - {call.layer for call in calls} - states.keys() - set(has_nothing)):
@@ -131,15 +132,16 @@ def _joined_states(calls: Sequence[StateCall]) -> dict[int, StateShape]:
     """Return the state of each layer, whose convolution and recurrence are recorded one by one."""
     found: dict[int, StateShape] = {}
     for call in calls:
-        layer, shape = call.layer, call.shape
-        channels, width = (shape.channels, shape.width) if shape.channels else found[layer][4:]
-        found[layer] = shape._replace(channels=channels, width=width)
+        # the convolution comes first, and a recurrence has none
+        known = found.get(call.layer, call.shape)
+        found[call.layer] = call.shape._replace(channels=known.channels, width=known.width)
     return found
 
 
 def _check_states(config: Any, states: Mapping[int, StateShape]) -> None:
     """Raises CheckpointError for recurrent layers whose functions are not known, with their numbers."""
-    types, is_stateful = _layer_types(config), architecture_class(config)._is_stateful
+    types = _layer_types(config)
+    is_stateful = architecture_class(config)._is_stateful
     missed = [layer for layer, kind in enumerate(types) if kind in RECURRENT_LAYERS and layer not in states]
     if missed or (is_stateful and not types and not states):
         kinds = sorted({types[layer] for layer in missed})

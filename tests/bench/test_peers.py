@@ -16,13 +16,13 @@ SETTINGS = Settings("model.gguf", 1, num_tokens=4, batches=(1, 2), prefill_token
 def test_measurements_are_kept_but_a_cut_line_is_not(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
     kept = Measurements(file, SETTINGS)
-    kept.add(Measured("Eyas", "decode, batch 1", 0, 2.0, 500.0))
+    kept.add(Measured(NAMES[0], "decode, batch 1", 0, 2.0, 500.0))
     with file.open("a") as stream:
-        stream.write('{"contender": "Eyas", "ca')  # where the run was stopped
+        stream.write('{"contender": "Eyas, float32", "ca')  # where the run was stopped
     again = Measurements(file, SETTINGS)
     assert again.has(CONTENDERS[0], "decode, batch 1", 0)
     assert not again.has(CONTENDERS[0], "decode, batch 1", 1)
-    again.add(Measured("Eyas", "decode, batch 1", 1, 3.0, 400.0))
+    again.add(Measured(NAMES[0], "decode, batch 1", 1, 3.0, 400.0))
     assert [each.value for each in Measurements(file, SETTINGS).found] == [2.0, 3.0]
 
 
@@ -48,15 +48,15 @@ def test_the_table_has_each_library_in_each_case_with_its_ratio() -> None:
     found += [Measured(name, case, 0, 7.0, 0.0) for name in NAMES for case in (START, MEMORY)]
     times, starts = peers.tables(SETTINGS, found)
     assert len(times.rows) == len(NAMES) * len(SETTINGS.cases)
-    assert [row[3] for row in times.rows[: len(NAMES)]] == ["1.00", "2.00", "3.00", "4.00", "5.00"]
+    assert [row[3] for row in times.rows[: len(NAMES)]] == ["1.00", "1.00", "1.00", "4.00", "2.50", "6.00", "2.33", "2.67"]
     assert [row[0] for row in starts.rows] == list(NAMES)
 
 
 def test_a_process_decodes_and_says_why_it_ended(tmp_path: Path) -> None:
-    contender = Contender("Eyas", "eyas", "folder", own=False)
+    contender = Contender("Eyas", "int8", "eyas", "folder", own=False)
     with peers.running(contender, SETTINGS, {"folder": TARGET}, tmp_path, lookup=True) as process:
         measured = process.measure(Case("decode", 2, 32, 4), 0, [[*range(300, 332)], [*range(400, 432)]])
         assert measured.value > 0
         assert process.memory_mib > 100
-        with pytest.raises(Unavailable, match="Eyas has ended"):
+        with pytest.raises(Unavailable, match="Eyas, int8 has ended"):
             process.decode([[10**9]], 1)

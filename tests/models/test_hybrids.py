@@ -49,22 +49,28 @@ class Turns:
     """A sequence whose passes take turns between two rows of the pools, and between the halves of the stash."""
 
     def __init__(self, target: TargetModel, tokens: Sequence[int]) -> None:
-        self.target, self.tokens, self.kv_cache = target, list(tokens), make_kv_cache(target)
+        self.target = target
+        self.tokens = list(tokens)
+        self.kv_cache = make_kv_cache(target)
         self.slots: Ints = SLOTS[:0]
         self.spare: Ints = SLOTS[200:]
-        self.row, self.pending, self.stash = START, NO_ROWS, 8
+        self.row = START
+        self.pending = NO_ROWS
+        self.stash = 8
 
     def prompt(self, count: int, marks: tuple[tuple[int, int], ...] = ()) -> torch.Tensor:
         """Logits of the next tokens."""
         start = len(self.slots)
-        own, prefix = SLOTS[start : start + count], self.slots
+        own = SLOTS[start : start + count]
+        prefix = self.slots
         step = self._step(-1)._replace(marks=marks)
         (logits,) = run(self.target, [segment(self.tokens[start : start + count], start, own, prefix, step)], self.kv_cache)
-        self.slots, self.pending = np.concatenate([prefix, own]), NO_ROWS
+        self.slots = np.concatenate([prefix, own])
+        self.pending = NO_ROWS
         return logits
 
     def tree(self, path: Sequence[int]) -> torch.Tensor:
-        """Logits of the nodes of a tree behind the tokens, of which `path` is accepted."""
+        """Logits of the nodes of a tree after the tokens. `path` is accepted."""
         start = len(self.slots)
         own, self.spare = self.spare[: len(NODES)], self.spare[len(NODES) :]
         self.stash = 8 - self.stash
@@ -77,7 +83,8 @@ class Turns:
         return logits
 
     def _step(self, stash: int) -> StateStep:
-        read, self.row = self.row, 1 if self.row != 1 else 2
+        read = self.row
+        self.row = 1 if read != 1 else 2
         return StateStep(read, self.row, self.pending, stash)
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.models.backends.cpu import MAX_KERNEL_ROWS
 from eyas.models.backends.packed_weights import has_fbgemm
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
@@ -59,14 +58,16 @@ def test_a_pass_has_no_states_of_another(before: str, monkeypatch: pytest.Monkey
     target = load_target("models/demo/target", aux_hidden_state_layers=(0, 2))
     keeping = target.new_kv_cache(100, 2 * target.config.hidden_size)
     keeping.state_layers = target.aux_hidden_state_layers
-    none, rows = np.zeros(0, np.int64), np.arange(MAX_KERNEL_ROWS + 1)
+    none, rows = np.zeros(0, np.int64), np.arange(65)
     long = target.pack([Segment(rows % 7, rows, rows, none, None, rows)])
     short = target.pack([Segment(rows[:1], rows[:1], rows[:1], none, None, rows[:1])])
     if before == "other":
         other = target.with_features((1,))
         assert other.forward(long, other.new_kv_cache(100)).aux_hidden_states is not None
     else:
-        layer = target.model.get_decoder().forward.__self__._layers[4].cpu_layer
+        decoder = target.model.get_decoder().forward.__self__
+        layer = decoder._layers[4].cpu_layer
+        monkeypatch.setattr(decoder, "stack", None)
         monkeypatch.setattr(type(layer), "finish", Mock(side_effect=[None, None, None, RuntimeError("no memory")]))
         with pytest.raises(RuntimeError, match="no memory"):
             target.forward(long, keeping)

@@ -116,6 +116,7 @@ class CompiledRows:
             ends=ends[sessions],
             prefix=np.concatenate(prefixes),
             prefix_ends=np.cumsum([len(own) for own in prefixes]),
+            causal=np.zeros(len(sessions), np.bool_),
             num_masked=np.array(before),
             visible=np.concatenate([self._seen[s].ravel() for s in sessions]),
             positions=np.minimum(positions, self._max_model_len - 1),

@@ -173,7 +173,21 @@ def _softmax(scores):
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
-def _weigh(scores, length, visible, positions, position, window, scaling, softcap):
+def _weigh(scores, start, end, scaling, softcap):
+    """Replace scores [n] of one query by its weights: softmax from `start` to `end`, 0 elsewhere."""
+    seen = scores[start:end]
+    for i in range(len(seen)):
+        seen[i] *= np.float32(scaling)
+    if softcap > 0:
+        for i in range(len(seen)):
+            seen[i] = np.float32(softcap) * np.tanh(seen[i] / np.float32(softcap))
+    _softmax(seen)
+    scores[:start] = np.float32(0.0)
+    scores[end:] = np.float32(0.0)
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _weigh_named(scores, length, visible, positions, position, window, scaling, softcap):
     """Replace scores [n] of one query by its weights: softmax over what it sees, 0 elsewhere.
 
     Args:
@@ -190,36 +204,31 @@ def _weigh(scores, length, visible, positions, position, window, scaling, softca
         if visible[i] and (i < masked or positions[i - masked] >= oldest):
             scores[end] = scores[length + i]
             end += 1
-    seen = scores[start:end]
-    for i in range(len(seen)):
-        seen[i] *= np.float32(scaling)
-    if softcap > 0:
-        for i in range(len(seen)):
-            seen[i] = np.float32(softcap) * np.tanh(seen[i] / np.float32(softcap))
-    _softmax(seen)
+    _weigh(scores[:end], start, end, scaling, softcap)
     for i in range(len(visible) - 1, -1, -1):  # the last one first, because each moves to the right
         is_seen = visible[i] and (i < masked or positions[i - masked] >= oldest)
         end -= is_seen
         scores[length + i] = scores[end] if is_seen else np.float32(0.0)
-    for i in range(start):
-        scores[i] = np.float32(0.0)
+
+
+@kernel(error_model="numpy")
+def _first_seen(position, window, length, first):
+    """Return the first key within the window of a causal row: of a prefix at positions from 0 on, and of rows behind it at
+    positions from `first` on.
+    """
+    oldest = position - window + 1
+    return length + oldest - first if oldest > first else min(max(oldest, 0), length)
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
-def _attend_head(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
-    """Write attention of queries [Q, D] over keys and values at addresses, see `_find_vectors`, to out [Q, D].
+def _score_keys(queries, keys, count, scores):
+    """Write the products of queries [Q, D] with keys at addresses to scores [Q, n], n at least `count` in whole blocks.
 
-    The queries are those of rows from `first` on, the same number for each row. D is a multiple of BLOCK_OUTPUTS.
-
-    Args:
-        count: of the keys.
-        weights: scratch [Q, n], n at least the count rounded up to whole blocks.
+    Blocks of keys are transposed so that a vector of BLOCK_OUTPUTS scores is computed at once. D is a multiple of that.
     """
-    num_queries, width = queries.shape
-    num_blocks, per_row = num_blocks_of(count), num_queries // len(visible)
+    num_blocks, width = num_blocks_of(count), queries.shape[1]
     transposed = np.empty(KEYS_AT_A_TIME * width, np.float32)
     block_bytes = 4 * BLOCK_OUTPUTS * width
-    # Blocks of keys are transposed so that a vector of BLOCK_OUTPUTS scores is computed at once.
     for start in range(0, num_blocks, KEYS_AT_A_TIME // BLOCK_OUTPUTS):
         end = min(start + KEYS_AT_A_TIME // BLOCK_OUTPUTS, num_blocks)
         # The address of block 0, although the buffer begins with block `start`.
@@ -227,12 +236,46 @@ def _attend_head(queries, keys, values, weights, count, visible, positions, firs
         for n in range(start, end):
             for d in range(0, width, BLOCK_OUTPUTS):
                 transpose_keys(keys, n * BLOCK_OUTPUTS, d, address + n * block_bytes + 4 * BLOCK_OUTPUTS * d)
-        multiply_keys(queries, address, weights, start, end)
-    for q in range(num_queries):
-        # Grouped-query heads: `per_row` queries of a row share this key-value head.
+        multiply_keys(queries, address, scores, start, end)
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _attend_named(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
+    """Write attention of queries [Q, D] over keys and values at addresses, see `_find_vectors`, to out [Q, D].
+
+    The queries are those of rows from `first` on, the same number for each row: query heads that share these keys.
+
+    Args:
+        count: of the keys.
+        weights: scratch, see `_score_keys`.
+        visible, length: see `_weigh_named`.
+    """
+    per_row = len(queries) // len(visible)
+    _score_keys(queries, keys, count, weights)
+    for q in range(len(queries)):
         row = q // per_row
-        _weigh(weights[q], length, visible[row], positions, positions[first + row], window, scaling, softcap)
+        position = positions[first + row]
+        _weigh_named(weights[q, :count], length, visible[row], positions, position, window, scaling, softcap)
     sum_values(weights, count, values, out)
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _attend_causally(queries, keys, values, weights, positions, first, taken, length, window, scaling, softcap, out):
+    """Write attention of queries [Q, D] as `_attend_named`, of `taken` causal rows. Keys that none sees are not read.
+
+    Args:
+        positions: of the segment's rows.
+        length: of the prefix.
+    """
+    per_row, end = len(queries) // taken, length + first + taken
+    start = _first_seen(positions[first], window, length, positions[0])
+    count = end - start
+    _score_keys(queries, keys[start:], count, weights)
+    for q in range(len(queries)):
+        row = first + q // per_row
+        own = _first_seen(positions[row], window, length, positions[0])
+        _weigh(weights[q, :count], own - start, length + row + 1 - start, scaling, softcap)
+    sum_values(weights, count, values[start:], out)
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
@@ -275,7 +318,7 @@ def _copy_padded(places, width, out):
 
 @kernel()
 def _row_of_weights(count):
-    """Return the floats of a row of weights of `_attend_head`: an odd number of blocks, so that columns spread over the
+    """Return the floats of a row of weights in `attend`: an odd number of blocks, so that columns spread over the
     cache.
     """
     return (num_blocks_of(count) | 1) * BLOCK_OUTPUTS
@@ -283,14 +326,14 @@ def _row_of_weights(count):
 
 @kernel(error_model="numpy", fastmath={"contract"})
 def attend(
-    qkv, num_kv, keys, values, starts, ends, prefix, prefix_ends, num_masked, visible, positions, scaling, window, softcap,
-    first, end, out,
+    qkv, num_kv, keys, values, starts, ends, prefix, prefix_ends, causal, num_masked, visible, positions, scaling, window,
+    softcap, first, end, out,
 ):  # fmt: skip
     """Write attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D], of key-value heads `first` to
     `end`.
 
-    A row sees its segment's prefix, in keys and values [S, J, D], and what `visible` names of the segment's rows, whose
-    keys and values are those of qkv. The other arguments: see RowKeys.
+    A row sees its segment's prefix, in keys and values [S, J, D], and of the segment's rows those up to itself or those
+    that `visible` names. Their keys and values are those of qkv. The other arguments: see RowKeys.
 
     Args:
         window: in tokens, at most NO_WINDOW; slots that `visible` names lie within it.
@@ -303,7 +346,7 @@ def attend(
         first_row, length = starts[b], prefix_ends[b] - first_prefix
         num_rows = ends[b] - first_row
         slots = prefix[first_prefix : first_prefix + length]
-        num_named = num_masked[b] + num_rows
+        num_named = 0 if causal[b] else num_masked[b] + num_rows
         mask = visible[first_mask : first_mask + num_rows * num_named].reshape(num_rows, num_named)
         own, at = qkv[first_row : ends[b]], positions[first_row : ends[b]]
         count = length + num_rows
@@ -327,11 +370,17 @@ def attend(
                             # Query heads of one key-value head side by side.
                             queries[r * group + g, d] = own[start + r, j * group + g, d]
                 num = taken * group
-                seeing, unmasked = mask[start : start + taken], length - num_masked[b]
-                _attend_head(
-                    queries[:num], key_places, value_places, weights[:num], count, seeing, at, start, unmasked, window,
-                    scaling, softcap, found[:num],
-                )  # fmt: skip
+                if causal[b]:
+                    _attend_causally(
+                        queries[:num], key_places, value_places, weights[:num], at, start, taken, length, window, scaling,
+                        softcap, found[:num],
+                    )  # fmt: skip
+                else:
+                    seeing, unmasked = mask[start : start + taken], length - num_masked[b]
+                    _attend_named(
+                        queries[:num], key_places, value_places, weights[:num], count, seeing, at, start, unmasked, window,
+                        scaling, softcap, found[:num],
+                    )  # fmt: skip
                 for r in range(taken):
                     for g in range(group):
                         for d in range(width):
@@ -346,8 +395,8 @@ def _attend_shared(qkv, num_kv, own_keys, own_values, keys, scaling, window, sof
     num_parts, part = num_kv if by_head else 1, next_part(tickets, phase)
     while part < num_parts:
         attend(
-            qkv, num_kv, own_keys, own_values, keys.starts, keys.ends, keys.prefix, keys.prefix_ends, keys.num_masked,
-            keys.visible, keys.positions, scaling, window, softcap,
+            qkv, num_kv, own_keys, own_values, keys.starts, keys.ends, keys.prefix, keys.prefix_ends, keys.causal,
+            keys.num_masked, keys.visible, keys.positions, scaling, window, softcap,
             num_kv * part // num_parts, num_kv * (part + 1) // num_parts, out,
         )  # fmt: skip
         finish_part(tickets, phase)
@@ -466,7 +515,7 @@ def compile_kernels() -> None:
             rotate: (heads, float64, int64, rows, rows, rows, float64),
             store: (heads, int64, int64, heads, heads, ids),
             attend: (
-                *(heads, int64, heads, heads, ids, ids, ids, ids, ids, boolean[::1], ids),
+                *(heads, int64, heads, heads, ids, ids, ids, ids, boolean[::1], ids, boolean[::1], ids),
                 *(float64, int64, float64, int64, int64, heads),
             ),
             top_k: (rows, rows, int64[:, ::1]),
@@ -487,7 +536,7 @@ def _type_of(kind: type[LayerStack] | type[RowKeys] | type[KeptStates]) -> Any:
     fields: dict[str, Any] = {
         "weights": int64[:, ::1], "scales": row, "eps": row, "biases": float32[:, ::1], "norms": cube, "delta_norms": cube,
         "head_norms": cube, "scaling": float64, "softcap": float64, "is_silu": boolean, "visible": boolean[::1],
-        "stored": int64[:, ::1],
+        "causal": boolean[::1], "stored": int64[:, ::1],
         "states": float32[:, ::1],
     }  # fmt: skip
     return types.NamedTuple([fields.get(name, ids) for name in kind._fields], kind)

@@ -36,7 +36,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from eyas.device.transfer import Ints
-from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, FLOATS, HALVES, SCALE_INPUTS
+from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, FLOATS, GROUP_INPUTS, HALVES, SCALE_INPUTS
 from eyas.kernels.cpu.compiling import kernel
 
 # Blocks of a tile by its rows. Its sums, and what they are made of, fit into the registers.
@@ -72,7 +72,7 @@ def multiply_weight(left, address, stored, out):
 
     Args:
         address: of the weight as `packed_weights.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
-        stored: FLOATS, HALVES or BYTES; BYTES have SCALE_INPUTS more rows of a block, its scales.
+        stored: FLOATS, HALVES or BYTES; of BYTES, SCALE_INPUTS rows of scales follow each GROUP_INPUTS rows of a block.
     """
     multiply_blocks(left, address, stored, out, 0, out.shape[1] // BLOCK_OUTPUTS)
 
@@ -115,6 +115,8 @@ class _Tile:
     """
 
     LOADED: Any = _HALVES
+    # Rows from which on a tile fetches ahead, see `prefetch`.
+    FETCHING_ROWS = 2
     BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS = BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS
 
     def __init__(self, builder: Any, rows: Any, width: Any, right: Any, num_inputs: Any, out: Any, size: Any) -> None:
@@ -172,7 +174,7 @@ class _Tile:
         b.position_at_end(loop)
         k, sums = b.phi(_INT), [[b.phi(_FLOATS) for _ in blocks] for _ in rows]
         vectors = self.vectors(blocks, k)
-        if num_rows > 1:
+        if num_rows >= self.FETCHING_ROWS:
             self.prefetch(blocks, k)
         numbers = (self._spread(b.load(at(row, k))) for row in rows)
         added = [
@@ -189,11 +191,8 @@ class _Tile:
             phi.add_incoming(later, loop)
         b.cbranch(b.icmp_signed("<", following, self.num_inputs), loop, end)
         b.position_at_end(end)
-        scales = self.scales(blocks)
         for r, totals in enumerate(added):
             for n, total in enumerate(totals):
-                if scales:
-                    total = b.fmul(total, scales[n])
                 place = b.add(b.mul(self.size, _INT(r)), b.mul(b.add(block, _INT(n)), _INT(BLOCK_OUTPUTS)))
                 b.store(total, b.bitcast(at(self.out, place), _FLOATS.as_pointer())).align = 4
 
@@ -202,18 +201,18 @@ class _Tile:
         b, vectors = self.builder, self.builder.inttoptr(self.right, self.LOADED.as_pointer())
         return [self._at(vectors, b.mul(self.num_inputs, number)) for number in numbers]
 
-    def scales(self, blocks: list[Any]) -> list[Any]:
-        """Return what to multiply the sums of each block by; nothing for numbers that have no scale."""
-        return []
+    def row(self, k: Any) -> Any:
+        """Return the row of a block that holds input k."""
+        return k
 
     def vectors(self, blocks: list[Any], k: Any) -> list[Any]:
-        """Return row k of blocks in float32."""
+        """Return the weights of input k in float32."""
         return [self._loaded(self._at(block, k)) for block in blocks]
 
     def prefetch(self, blocks: list[Any], k: Any) -> None:
         """Fetch what is read soon, so that memory works while rows are multiplied by what is there.
 
-        A single row waits for memory anyway, and the processor's own prefetching serves it better.
+        A single row of floats waits for memory anyway, and the processor's own prefetching serves it better.
         """
         b, byte, word = self.builder, ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
@@ -223,7 +222,7 @@ class _Tile:
             others = b.mul(self.num_inputs, _INT(len(blocks) - 1))
             ahead = b.select(b.icmp_signed("<", ahead, self.num_inputs), ahead, b.add(ahead, others))
         for block in blocks:
-            place = b.bitcast(self._at(block, ahead), byte)
+            place = b.bitcast(self._at(block, self.row(ahead)), byte)
             b.call(fetch, [place, word(0), word(1), word(1)])  # to read, no nearer than L2, data
 
     def _at(self, pointer: Any, offset: Any) -> Any:
@@ -249,20 +248,32 @@ class _WeightTile(_Tile):
 
 
 class _ByteTile(_Tile):
-    """A weight in blocks of 8-bit integers, each followed by the scales of its outputs: float32 [BLOCK_OUTPUTS]."""
+    """A weight in blocks of 8-bit integers. GROUP_INPUTS rows of a block are followed by their scales: float32
+    [BLOCK_OUTPUTS].
+
+    Integers are multiplied by their scales before rows are, so that sums are those of the float32 weight, bit for bit.
+    """
 
     LOADED = _BYTES
+    FETCHING_ROWS = 1
 
     def blocks(self, numbers: list[Any]) -> list[Any]:
         b, vectors = self.builder, self.builder.inttoptr(self.right, self.LOADED.as_pointer())
-        size = b.add(self.num_inputs, _INT(SCALE_INPUTS))
+        num_groups = b.sdiv(b.add(self.num_inputs, _INT(GROUP_INPUTS - 1)), _INT(GROUP_INPUTS))
+        size = b.mul(num_groups, _INT(GROUP_INPUTS + SCALE_INPUTS))
         return [self._at(vectors, b.mul(size, number)) for number in numbers]
 
-    def scales(self, blocks: list[Any]) -> list[Any]:
-        b, found = self.builder, []
+    def row(self, k: Any) -> Any:
+        b = self.builder
+        return b.add(k, b.mul(b.udiv(k, _INT(GROUP_INPUTS)), _INT(SCALE_INPUTS)))
+
+    def vectors(self, blocks: list[Any], k: Any) -> list[Any]:
+        b, row, found = self.builder, self.row(k), []
+        scales = b.add(b.sub(row, b.and_(k, _INT(GROUP_INPUTS - 1))), _INT(GROUP_INPUTS))  # behind the rows of k's group
         for block in blocks:
-            found.append(b.load(b.bitcast(self._at(block, self.num_inputs), _FLOATS.as_pointer())))
-            found[-1].align = 4
+            scale = b.load(b.bitcast(self._at(block, scales), _FLOATS.as_pointer()))
+            scale.align = 4
+            found.append(b.fmul(self._loaded(self._at(block, row)), scale))
         return found
 
     def _loaded(self, pointer: Any) -> Any:

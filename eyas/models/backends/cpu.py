@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,8 +20,7 @@ from eyas.device.transfer import Floats, Ints
 from eyas.errors import install_command
 from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, KeptStates, RowKeys
 from eyas.models.backends.packed_weights import MIN_SHARED_ROWS, NO_ROWS, NO_WEIGHT, PackedLinear
-from eyas.models.inputs import PackedInputs, pack
-from eyas.models.layers.attention import attend_slots
+from eyas.models.inputs import PackedInputs
 
 if TYPE_CHECKING:
     from eyas.kernels.cpu.products import Helpers
@@ -32,9 +30,6 @@ from eyas.models.backends.packed_weights import PackedProduct, Product
 if TYPE_CHECKING:
     from eyas.kernels.cpu.products import Helpers
     from eyas.models.layers.fused import FusedLayer
-
-# Segments of more rows are prompts, whose attention torch computes faster.
-MAX_KERNEL_ROWS = 64
 
 log = logging.getLogger(__name__)
 
@@ -63,9 +58,6 @@ class CpuDecoder:
     ) -> Any:
         """Return what we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other
         ways to attend go to its own code. No hooks run where the KV cache keeps the states.
-
-        Segments of more than MAX_KERNEL_ROWS rows are attended by torch, one by one, so that no row depends on another
-        segment.
         """
         is_plain = packed.attend is not None or not packed.segments or kv_cache.is_narrow
         if is_plain or not runs_compiled(input_ids.device):
@@ -74,17 +66,11 @@ class CpuDecoder:
         from eyas.kernels.cpu import layers as cpu_kernels
 
         embedded = self._decoder.embed_tokens(input_ids)
-        ends = accumulate(len(segment.tokens) for segment in packed.segments)
-        prompts = [
-            (slice(end - len(segment.tokens), end), pack([segment], embedded.device))
-            for segment, end in zip(packed.segments, ends, strict=True)
-            if len(segment.tokens) > MAX_KERNEL_ROWS
-        ]
-        keys = RowKeys.of(packed.segments, MAX_KERNEL_ROWS)
-        rows = CpuRows(embedded[0], packed.slots.numpy(), keys, prompts)
+        keys = RowKeys.of(packed.segments)
+        rows = CpuRows(embedded[0], packed.slots.numpy(), keys)
         rotary = [self.rotary_tables(embedded, keys.positions, kind) for kind in self.rotary_kinds]
         rows.start(cpu_kernels, self._layers[0].input_norm)
-        if prompts or self.stack is None:
+        if self.stack is None:
             self._run_apart(cpu_kernels, rows, rotary, kv_cache)
         elif layers := kv_cache.state_layers:
             states = KeptStates(np.array(layers), kv_cache.features.numpy(), rows.slots)
@@ -245,7 +231,7 @@ class CpuStack:
         kept: KeptStates | None = None,
         helpers: Helpers | None = None,
     ) -> None:
-        """Advance `rows` through all layers; no row may belong to a prompt.
+        """Advance `rows` through all layers.
 
         Args:
             rotary: tables of cos and sin [R, D].
@@ -278,8 +264,7 @@ class CpuRows:
     Args:
         inputs: what the next attention reads, [R, X]; by default the norm.
         slots: where keys and values belong, int64 [R]; empty if they are not kept.
-        keys: RowKeys of the segments that the kernels attend.
-        prompts: for each longer segment which rows it has, and these packed by themselves.
+        keys: RowKeys of the rows.
     """
 
     def __init__(
@@ -287,12 +272,11 @@ class CpuRows:
         state: Tensor,
         slots: Ints,
         keys: Any,
-        prompts: Sequence[tuple[slice, PackedInputs]] = (),
         inputs: Tensor | None = None,
     ) -> None:
         self.state, self.normed, self.slots = state, torch.empty_like(state), slots
         self.inputs = self.normed if inputs is None else inputs
-        self.keys, self.prompts = keys, prompts
+        self.keys = keys
         self._state, self._normed = state.numpy(), self.normed.numpy()
         self.count = len(self._state)
         self._buffers: dict[int, tuple[Tensor, Floats]] = {}
@@ -417,10 +401,6 @@ class CpuLayer:
             self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, 0, heads.num_kv_heads,
             into.reshape(count, -1, heads.width),
         )  # fmt: skip
-        # Short segments have been attended by the kernel; each longer one takes torch's attention over all its rows.
-        for at, packed in rows.prompts:
-            query, attention = torch.from_numpy(qkv)[at, : heads.num_heads], (self.scaling, self.window, self.softcap)
-            attended[at] = attend_slots(query, kv.keys[index], kv.values[index], packed, *attention).flatten(1)
         rows.add(kernels, out.multiply(attended), out.by, self.out_norm, self.mlp_norm)
         gates_ups = gate_up.multiply(rows.normed).numpy()
         gated, into = rows.buffer(gates_ups.shape[1] // 2)

@@ -24,7 +24,7 @@ from eyas.device.host import has_numba, keep_freed_memory
 from eyas.device.memory import to_huge_pages
 from eyas.device.placement import runs_compiled
 from eyas.device.processor import converts_halves, is_intel, multiplies_and_adds, multiplies_halves
-from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, FLOATS, HALVES, SCALE_INPUTS
+from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, FLOATS, GROUP_INPUTS, HALVES, SCALE_INPUTS
 
 if TYPE_CHECKING:
     from eyas.kernels.cpu.products import Helpers
@@ -40,8 +40,6 @@ HALF_DTYPES = (torch.bfloat16, torch.float16)
 WEIGHT_DTYPES = (torch.float32, *HALF_DTYPES)
 # Exponent of the largest weight of a float16 layout; float16 reaches 2**16.
 HALF_EXPONENT = 15
-# Largest integer of 8 bits that a weight is rounded to.
-LARGEST_BYTE = 127
 # Rows from which on threads share a pass. One row's takes as long as the last token's way to the client, on another core.
 MIN_SHARED_ROWS = 4
 # Layers that transformers calls one after the other on the same rows.
@@ -53,7 +51,7 @@ def optimize_for_cpu(model: Any, dtype: torch.dtype | None = None, to_bytes: boo
 
     Args:
         dtype: that a causal LM computes in, whatever dtypes its weights have. Layers of a half precision are packed only
-            where the processor has no instructions for it, but always the output head, which returns float32. None packs
+            where the processor has no matrix units for it, but always the output head, which returns float32. None packs
             float32 layers.
         to_bytes: round the weights to 8 bits, see `PackedWeight.rounded`.
     """
@@ -79,7 +77,7 @@ def copy_stored_weights(model: nn.Module, dtype: torch.dtype) -> None:
     """Replace weights that belong to a file by copies in the dtype that a model computes in. Embeddings keep their own."""
     for module in model.modules():
         if _has_embedding(module) and module.weight.dtype != dtype:
-            _pack_embedding(module, PackedWeight(module.weight.clone(), len(module.weight)), dtype)
+            _pack_embedding(module, PackedWeight(module.weight.clone(), *module.weight.shape), dtype)
         for name, parameter in list(module.named_parameters(recurse=False)):
             setattr(module, name, nn.Parameter(parameter.to(dtype, copy=True), requires_grad=False))
 
@@ -265,51 +263,49 @@ class PackedWeight:
 
     Attributes:
         layout: blocks of float16, float32 or 8-bit integers for the kernels, see `in_blocks`; float16 [N, K] for FBGEMM,
-            which has a copy of its own; oneDNN's; or for MKL a view of the transposed weight. A block of integers ends with
-            SCALE_INPUTS rows, the bytes of its float32 scales [BLOCK_OUTPUTS].
-        num_outputs: N.
+            which has a copy of its own; oneDNN's; or for MKL a view of the transposed weight. Of integers, each GROUP_INPUTS
+            rows of a block are followed by SCALE_INPUTS rows, the bytes of their float32 scales [BLOCK_OUTPUTS].
+        num_outputs, num_inputs: N, K.
         scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
     """
 
     layout: Tensor
     num_outputs: int
+    num_inputs: int
     scale: float = 1.0
 
     @classmethod
     def of(cls, weight: Tensor) -> PackedWeight:
         """Pack a float weight on the CPU. Its numbers stay as they are, bit for bit."""
+        shape = len(weight), weight.shape[1]
         if has_fbgemm():
             is_blocked = len(weight) > 0 and runs_kernel(torch.float16)
             if (layout := _laid_out(weight, torch.float16, 1.0, is_blocked)) is not None:
-                return cls(layout, len(weight))
+                return cls(layout, *shape)
             low, high = torch.aminmax(weight)
             scale = 2.0 ** (HALF_EXPONENT - math.frexp(max(-float(low), float(high)))[1])
             if (layout := _laid_out(weight, torch.float16, scale, is_blocked)) is not None:
-                return cls(layout, len(weight), scale)
+                return cls(layout, *shape, scale)
         if len(weight) > 0 and runs_kernel(torch.float32) and runs_compiled(weight.device):
-            layout = _laid_out(weight, torch.float32, 1.0, is_blocked=True)
+            layout = _in_groups(weight, is_exact=True)
+            if layout is None:
+                layout = _laid_out(weight, torch.float32, 1.0, is_blocked=True)
             assert layout is not None, "float32 holds every weight"
-            return cls(layout, len(weight))
-        return cls(_library_layout(weight.float()), len(weight))
+            return cls(layout, *shape)
+        return cls(_library_layout(weight.float()), *shape)
 
     @classmethod
     @torch.no_grad()
     def rounded(cls, weight: Tensor) -> PackedWeight:
-        """Pack a float weight on the CPU as integers of 8 bits.
+        """Pack a float weight on the CPU as integers of 8 bits. The kernels must run.
 
-        Each output has a scale, by which its largest weight becomes LARGEST_BYTE. The kernels must run.
+        Each GROUP_INPUTS weights of an output have a scale, by which the largest of them becomes 127.
         """
-        num_outputs, num_inputs = weight.shape
-        layout = torch.empty(-(-num_outputs // BLOCK_OUTPUTS), num_inputs + SCALE_INPUTS, BLOCK_OUTPUTS, dtype=torch.int8)
-        step = max(PART_ELEMENTS // num_inputs // BLOCK_OUTPUTS, 1) * BLOCK_OUTPUTS
-        for start in range(0, num_outputs, step):
-            part = weight[start : start + step].float()
-            part = F.pad(part, (0, 0, 0, -len(part) % BLOCK_OUTPUTS))
-            scales = part.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / LARGEST_BYTE
-            blocks = layout[start // BLOCK_OUTPUTS : (start + len(part)) // BLOCK_OUTPUTS]
-            blocks[:, :num_inputs] = _blocks_of((part / scales[:, None]).round_().to(torch.int8))
-            blocks[:, num_inputs:] = scales.view(-1, BLOCK_OUTPUTS).view(torch.int8).view(len(blocks), SCALE_INPUTS, -1)
-        return cls(layout, num_outputs)
+        layout = _in_groups(weight, is_exact=True)
+        if layout is None:
+            layout = _in_groups(weight, is_exact=False)
+        assert layout is not None, "any weight can be rounded"
+        return cls(layout, *weight.shape)
 
     @property
     def dense(self) -> Tensor:
@@ -324,14 +320,23 @@ class PackedWeight:
         """Take some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
         if self.layout.dim() == 3:  # in blocks. NumPy gathers columns of blocks in a third of torch's time
             numbers = rows.numpy()
-            found = self.layout.new_empty(*rows.shape, self.num_inputs)
-            found.numpy()[...] = self.layout.numpy()[numbers // BLOCK_OUTPUTS, : self.num_inputs, numbers % BLOCK_OUTPUTS]
+            found = self.layout.new_empty(*rows.shape, self.layout.shape[1])
+            found.numpy()[...] = self.layout.numpy()[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS]
             if self.stored == BYTES:
-                stored = self.layout[rows // BLOCK_OUTPUTS, self.num_inputs :].flatten(-2)  # bytes of a block's scales
-                return found * stored.view(torch.float32).gather(-1, (rows % BLOCK_OUTPUTS)[..., None])
+                return self._scaled_integers(rows, found)
         else:
             found = F.embedding(rows, self.layout)
         return found.float() if self.scale == 1 else found.float() / self.scale
+
+    def _scaled_integers(self, rows: Tensor, found: Tensor) -> Tensor:
+        """Return some rows [..., K] of integers times their scales. found: their bytes [..., rows of a block]."""
+        rows_of_group = GROUP_INPUTS + SCALE_INPUTS
+        integers = found.view(*rows.shape, -1, rows_of_group)[..., :GROUP_INPUTS]
+        blocks = self.layout.view(len(self.layout), -1, rows_of_group, BLOCK_OUTPUTS)[:, :, GROUP_INPUTS:]
+        stored = blocks[rows // BLOCK_OUTPUTS].flatten(-2).view(torch.float32)  # of all outputs of the rows' blocks
+        index = (rows % BLOCK_OUTPUTS)[..., None, None].expand(*stored.shape[:-1], 1)
+        numbers: Tensor = (integers * stored.gather(-1, index)).flatten(-2)
+        return numbers[..., : self.num_inputs]
 
     @property
     def is_half(self) -> bool:
@@ -342,11 +347,6 @@ class PackedWeight:
     def stored(self) -> int:
         """Return how the kernels find the numbers: FLOATS, HALVES or BYTES."""
         return {torch.float16: HALVES, torch.int8: BYTES}.get(self.layout.dtype, FLOATS)
-
-    @cached_property
-    def num_inputs(self) -> int:
-        """Return K, of the kernels' layout."""
-        return self.layout.shape[1] - (SCALE_INPUTS if self.stored == BYTES else 0)
 
     @property
     def rows(self) -> Tensor:
@@ -440,6 +440,23 @@ def in_blocks(weight: Tensor) -> Tensor:
 def _blocks_of(weight: Tensor) -> Tensor:
     filled = F.pad(weight, (0, 0, 0, -len(weight) % BLOCK_OUTPUTS)) if len(weight) % BLOCK_OUTPUTS else weight
     return filled.view(-1, BLOCK_OUTPUTS, weight.shape[1]).transpose(1, 2)
+
+
+def _in_groups(weight: Tensor, is_exact: bool) -> Tensor | None:
+    """Return a float weight [N, K] as blocks of 8-bit integers with scales. None if that changes a number and must not."""
+    from eyas.kernels.cpu.packing import narrow_groups
+
+    (num_outputs, num_inputs), group_rows = weight.shape, GROUP_INPUTS + SCALE_INPUTS
+    num_blocks, num_groups = -(-num_outputs // BLOCK_OUTPUTS), -(-num_inputs // GROUP_INPUTS)
+    layout = torch.empty(num_blocks, num_groups, group_rows, BLOCK_OUTPUTS, dtype=torch.int8)
+    to_huge_pages([layout], collapse=False)
+    size = max(PART_ELEMENTS // max(num_inputs, 1) // BLOCK_OUTPUTS, 1) * BLOCK_OUTPUTS
+    for start in range(0, num_outputs, size):
+        part = weight[start : start + size].float().contiguous().numpy()
+        blocks = layout[start // BLOCK_OUTPUTS : -(-(start + len(part)) // BLOCK_OUTPUTS)].flatten(2)
+        if not narrow_groups(part, is_exact, blocks.numpy(), blocks.view(torch.float32).numpy()):
+            return None
+    return layout.flatten(1, 2)
 
 
 def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool) -> Tensor | None:

@@ -57,7 +57,7 @@ class CompiledEagle:
     def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache) -> Tensor:
         """Return states [R, H] of rows in slots, features [R, H], through all layers."""
         tokens, slots = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "slots"))
-        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments, len(tokens)), kv)
+        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments), kv)
 
     def run_rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys, kv: KVCache) -> Tensor:
         """Return the states [R, H] of rows behind the states [N, H] that `sources` [R] name.
@@ -149,11 +149,11 @@ class CompiledBackbone:
         """Return the rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see
         each other and their prefixes.
         """
-        whole = RowKeys.of(blocks, len(embedded))
+        whole = RowKeys.of(blocks)
         rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
         causal = whole
         if self._config.causal_windows:
-            causal = RowKeys.of([block._replace(visible=None) for block in blocks], len(embedded))
+            causal = RowKeys.of([block._replace(visible=None) for block in blocks])
         rows.start(self._kernels, self._first)
         if self._stack and causal is whole:
             self._stack.run(rows, [rotary], kv)

@@ -267,8 +267,8 @@ def unfuse_layers(model: Any) -> None:
 def is_batch_invariant(model: Any) -> bool:
     """Return whether a row can get the same bits in any pass.
 
-    On the CPU that holds in segments of up to MAX_KERNEL_ROWS rows, for fused layers that the compiled kernels run. On CUDA
-    it holds for fused layers with plain weights, if a KernelBackend has parts at fixed positions.
+    On the CPU that holds for fused layers that the compiled kernels run. On CUDA it holds for fused layers with plain
+    weights, if a KernelBackend has parts at fixed positions.
     """
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if model.device.type != "cpu":

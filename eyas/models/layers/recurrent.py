@@ -52,9 +52,9 @@ class RecurrentFunctions:
         **_: Any,
     ) -> Tensor:
         """Return the causal convolution [1, C, R] of packed rows along their paths; weight [C, W]."""
-        inputs, width = hidden_states[0].T, weight.shape[1]
+        inputs = hidden_states[0].T
         pools, rows = _states(kv_cache, packed, self.layer)
-        windows = rows.windows(width)
+        windows = rows.windows(weight.shape[1])
         columns = pools.columns[rows.read]
         if rows.pending is not None:
             places, _mask, _last = rows.pending
@@ -96,7 +96,8 @@ class RecurrentFunctions:
     ) -> Tensor:  # fmt: skip
         """Return the outputs [1, R, H, V] of Mamba-2 (arXiv 2405.21060): keys B, queries C, updates dt x, gates dt A."""
         del chunk_size
-        x, heads = hidden_states[0].float(), hidden_states.shape[2]
+        x = hidden_states[0].float()
+        heads = x.shape[1]
         steps = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
         steps = torch.clamp(F.softplus(steps) if dt_softplus else steps, *dt_limit).float()
         k, q = (each[0].float().repeat_interleave(heads // each.shape[2], 1) for each in (B, C))
@@ -117,7 +118,7 @@ _Computed = tuple[Tensor, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StateCall:
-    """Call of a recurrent function that a pass without weights records, with what it tells of a layer's state."""
+    """Call of a recurrent function that a pass without weights records, with the part of a state that it shows."""
 
     layer: int
     shape: StateShape

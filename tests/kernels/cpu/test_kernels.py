@@ -31,10 +31,15 @@ def attended_plainly(arrays: Sequence[Floats], keys: RowKeys, window: int, softc
     num_kv = pool_keys.shape[1]
     num_heads = qkv.shape[1] - 2 * num_kv
     out, first_slot, first_bit = np.zeros((len(qkv), num_heads, qkv.shape[2])), 0, 0
-    for start, end, last_slot, masked in zip(keys.starts, keys.ends, keys.prefix_ends, keys.num_masked, strict=True):
+    fields = keys.starts, keys.ends, keys.prefix_ends, keys.causal, keys.num_masked
+    for start, end, last_slot, is_causal, masked in zip(*fields, strict=True):
         slots, named = keys.prefix[first_slot:last_slot], masked + end - start
-        mask = keys.visible[first_bit : first_bit + (end - start) * named].reshape(end - start, named)
-        first_slot, first_bit = last_slot, first_bit + mask.size
+        if is_causal:
+            mask = np.tri(end - start, dtype=np.bool_)
+        else:
+            mask = keys.visible[first_bit : first_bit + (end - start) * named].reshape(end - start, named)
+            first_bit += mask.size
+        first_slot = last_slot
         before = len(slots) - masked
         at = np.concatenate([np.arange(len(slots)), keys.positions[start:end]])
         for row, head in np.ndindex(int(end - start), num_heads):
@@ -55,7 +60,8 @@ def test_attention_in_tiles_is_that_of_plain_loops(window: int, softcap: float) 
     from eyas.kernels.cpu.layers import attend
 
     random, num_kv, group, width, num_slots = np.random.default_rng(0), 2, 3, 32, 400
-    rows, lengths, masked = [1, 5, 17, 33], [0, 37, 300, 15], [0, 4, 0, 0]
+    rows, lengths, masked = [1, 5, 17, 33, 70, 20], [0, 37, 300, 15, 30, 100], [0, 4, 0, 0, 0, 0]
+    causal = np.array([False] * 4 + [True] * 2)
     ends, num_rows = np.cumsum(rows), sum(rows)
     shapes = [(n, m + n, m) for n, m in zip(rows, masked, strict=True)]
     masks = [np.tri(*shape, dtype=np.bool_) & (random.random(shape[:2]) < 0.7) for shape in shapes]
@@ -66,8 +72,9 @@ def test_attention_in_tiles_is_that_of_plain_loops(window: int, softcap: float) 
         ends=ends,
         prefix=np.concatenate([random.permutation(num_slots)[:n] for n in lengths]),
         prefix_ends=np.cumsum(lengths),
+        causal=causal,
         num_masked=np.array(masked),
-        visible=np.concatenate([mask.ravel() for mask in masks]),
+        visible=np.concatenate([mask.ravel() for mask in masks[:4]]),
         positions=np.concatenate([n - m + np.arange(r) for n, m, r in zip(lengths, masked, rows, strict=True)]),
     )
     sizes = (num_rows, num_kv * (group + 2), width), (num_slots, num_kv, width), (num_slots, num_kv, width)

@@ -1,4 +1,4 @@
-"""Weights that a CPU rounds to 8 bits as they are loaded, `engine.quantization: int8`."""
+"""Weights of 8 bits on a CPU: rounded as they are loaded, `engine.quantization: int8`, or unpacked from a GGUF file."""
 
 import json
 from pathlib import Path
@@ -15,8 +15,8 @@ from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig
 from eyas.device.placement import check_int8
 from eyas.errors import ConfigError
-from eyas.kernels.arguments import BYTES
-from eyas.models.backends.packed_weights import PackedWeight, pack_weights
+from eyas.kernels.arguments import BYTES, FLOATS
+from eyas.models.backends.packed_weights import PackedProduct, PackedWeight, in_blocks, pack_weights
 from eyas.models.inputs import Segment, pack
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
@@ -38,7 +38,8 @@ def test_rows_are_multiplied_by_the_rounded_weight(sizes: tuple[int, int], bias:
     weight[0] = 0
     layer.weight.data = weight.clone()
     pack_weights(layer, to_bytes=True)
-    step = weight.abs().amax(1, keepdim=True) / 127
+    groups = nn.functional.pad(weight, (0, -sizes[0] % 16)).view(sizes[1], -1, 16)
+    step = (groups.abs().amax(-1, keepdim=True) / 127).expand_as(groups).flatten(1)[:, : sizes[0]]
     assert layer.product.weight.stored == BYTES
     assert ((layer.weight - weight).abs() <= step * 0.5001).all()
     expected = nn.functional.linear(rows, layer.weight, layer.bias if layer.product.bias is None else layer.product.bias)
@@ -48,11 +49,47 @@ def test_rows_are_multiplied_by_the_rounded_weight(sizes: tuple[int, int], bias:
     torch.testing.assert_close(together, expected, rtol=1e-4, atol=1e-4)
 
 
+def unpacked(kind: str, sizes: tuple[int, int]) -> torch.Tensor:
+    """Return a weight as gguf unpacks it: integers times the scale of a group."""
+    limit, group = {"Q4_0": (8, 32), "Q5_0": (16, 32), "Q6_K": (32, 16), "Q8_0": (127, 32)}[kind]
+    integers = torch.randint(-limit, limit, (sizes[0], sizes[1] // group, group)).float()
+    scales = (torch.rand(*integers.shape[:2], 1) / 100).half().float()
+    if kind == "Q6_K":
+        scales *= torch.randint(-128, 128, scales.shape)
+    return (integers * scales).flatten(1)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q6_K", "Q8_0"])
+@pytest.mark.parametrize("sizes", [(70, 96), (16, 32), (300, 640)], ids=str)
+def test_unpacked_weights_take_a_byte_and_keep_every_bit(kind: str, sizes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight = unpacked(kind, sizes)
+    product, rows = PackedProduct(weight), torch.randn(20, sizes[1])
+    assert product.weight.stored == BYTES
+    assert torch.equal(product.weight.dense, weight)
+    expected = PackedProduct(weight)
+    expected.weight = PackedWeight(in_blocks(weight), *sizes)
+    assert expected.weight.stored == FLOATS
+    for count in range(1, 21):
+        assert torch.equal(product(rows[:count]), expected(rows[:count]))
+
+
+@pytest.mark.parametrize("odd", [0.01, float("nan"), float("inf")])
+def test_weights_without_common_scales_stay_floats(odd: float) -> None:
+    torch.manual_seed(0)
+    assert PackedWeight.of(torch.randn(70, 48)).stored == FLOATS
+    weight = unpacked("Q8_0", (70, 96))
+    weight[69, 95] += odd * weight.abs().max()
+    packed = PackedWeight.of(weight)
+    assert packed.stored == FLOATS
+    torch.testing.assert_close(packed.dense, weight, rtol=0, atol=0, equal_nan=True)
+
+
 def test_a_tied_embedding_reads_the_same_numbers() -> None:
     weight = PackedWeight.rounded(torch.randn(70, 48))
     tokens = torch.tensor([[3, 69], [0, 3]])
     assert torch.equal(weight.take(tokens), weight.dense[tokens])
-    assert weight.layout.nbytes == 80 * (48 + 4)
+    assert weight.layout.nbytes == 80 * (48 + 3 * 4)
 
 
 def logits_of(target: TargetModel) -> torch.Tensor:
@@ -129,9 +166,9 @@ def test_ranks_are_refused() -> None:
         EngineConfig(quantization="int8", tensor_parallel_size=2)
 
 
-def test_the_weights_take_half_of_half_weights() -> None:
+def test_the_weights_take_five_eighths_of_half_weights() -> None:
     sizes = [
         sum(each.nbytes for each in (*target.model.parameters(), *target.model.buffers()))
         for target in (load_target(TARGET, "int8", passes="float32"), load_target(TARGET, "float32"))
     ]
-    assert sizes[0] < 0.6 * sizes[1], "half weights take twice as many bytes"
+    assert sizes[0] < 0.68 * sizes[1], "an integer and a sixteenth of a scale take 10 bits, half weights 16"
