@@ -153,7 +153,8 @@ def test_a_step_in_halves_gives_the_same(folder: str, target: TargetModel, monke
     """Passes that write states and then fail leave nothing behind."""
     asked = requests()
     engine = engine_of(target, knowing(folder, asked))
-    forward, failed = engine.runner.forward, list[int]()
+    forward = engine.runner.forward
+    failed = list[int]()
 
     def limited(segments: Sequence[Segment]) -> object:
         found = forward(segments)
