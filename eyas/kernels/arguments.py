@@ -296,7 +296,7 @@ class RecurrentInputs(NamedTuple):
 # Added to the square of a key's length before its root.
 LENGTH_EPSILON = 1e-6
 # Rows that a program of the recurrent kernel computes at once, at most; and the words that say what it computes.
-BLOCK_ROWS = 32
+BLOCK_ROWS = 16
 SEGMENT_WORDS, BLOCK_WORDS = 11, 3
 
 
@@ -304,17 +304,18 @@ class ScanTables(NamedTuple):
     """Rows of a pass as the recurrent kernel reads them, int64.
 
     Attributes:
-        segments: SEGMENT_WORDS for each: its first block and the one behind its last, its first row and its number of rows, rows of the
-            pools to read and to write, its first word in `pending` and how many it has, the row of the stash for its first
-            row or -1, its first cell in `visible` or -1 if it is a chain, and whether its state stays before its rows.
-        blocks: BLOCK_WORDS for each: its first row, the row behind the last, and the row of the pools for the state behind it or -1.
+        segments: SEGMENT_WORDS for each: its first block and the one behind its last; its first row and its number of rows;
+            rows of the pools to read and to write; its first word in `pending` and how many it has; the row of the stash
+            for its first row or -1; its first cell in `visible`, or -1 for a chain; and 1 if its state stays before it.
+        blocks: BLOCK_WORDS for each: its first row, the row behind its last, and the row of the pools for the state behind
+            it or -1.
         pending: rows of the stash.
         visible: masks of trees [n, n], one after the other, bool.
-        block_rows: rows of the longest block, in a size that the kernel takes.
+        num_spare: segments without a sequence, which write to states of their own: -1 is the row of the first.
     """
 
     segments: Tensor
     blocks: Tensor
     pending: Tensor
     visible: Tensor
-    block_rows: int
+    num_spare: int

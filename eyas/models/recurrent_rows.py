@@ -162,14 +162,16 @@ class RecurrentRows:
     def tables(self) -> ScanTables:
         """Return the same rows as the recurrent kernel reads them."""
         segments, blocks, pending, masks = list[int](), list[int](), list[int](), [NO_MASK]
-        num_blocks = num_cells = 0
+        num_blocks = num_cells = num_spare = 0
         fields = zip(self._segments, self._steps, self._starts.tolist(), self._counts.tolist(), self._is_tree, strict=True)
         for segment, step, start, count, is_tree in fields:
             cuts, marks = _cuts(count, step, BLOCK_ROWS), dict(step.marks)
             for first, end in pairwise(cuts):
                 blocks += [start + first, start + end, marks.get(end, -1)]
             visible = segment.visible if is_tree else None
-            segments += [num_blocks, num_blocks + len(cuts) - 1, start, count, step.read, step.write, len(pending)]
+            num_spare += segment.states is None
+            write = -num_spare if segment.states is None else step.write
+            segments += [num_blocks, num_blocks + len(cuts) - 1, start, count, step.read, write, len(pending)]
             segments += [len(step.pending), step.stash, -1 if visible is None else num_cells, int(is_tree)]
             pending += step.pending.tolist()
             num_blocks += len(cuts) - 1
@@ -180,7 +182,7 @@ class RecurrentRows:
         ends = len(segments), len(segments) + len(blocks)
         return ScanTables(
             words[: ends[0]], words[ends[0] : ends[1]], words[ends[1] :], upload(np.concatenate(masks), self._device),
-            16 if int(self._counts.max()) <= 16 else BLOCK_ROWS,
+            num_spare,
         )  # fmt: skip
 
     def _pieces(self, bucket: Sequence[tuple[int, int, int]]) -> Pieces:

@@ -1,11 +1,14 @@
 """The recurrence of gated delta nets and Mamba-2 over the nodes of draft trees, as a Triton kernel.
 
-A program has some columns of values of one head in one segment, and their state in registers. It adds what the last tree
-left in the stash, then computes the rows in blocks: the state moves on behind each block of a prompt, while blocks of a tree
-read the updates of earlier blocks, of which the program itself wrote its columns. `kernels.plain.recurrent` has the formulas.
-Products are float32 without tf32, sums of gates float64. Launches depend on shapes only.
+A program has some columns of values of one head in one segment. It writes the state before the segment's rows to where the
+pass writes it, with what the last tree left in the stash, and computes the rows in blocks. Behind each block of a prompt it
+moves that state on; a block of a tree reads the updates of earlier blocks, of which the program wrote its columns itself.
+`kernels.plain.recurrent` has the formulas. Queries and keys get length 1 by factors of their products.
 
-Legend: R rows, J heads of keys, H heads of values, K and V widths of keys and values.
+Products are float32 without tf32 and go over channels in parts, as all of their numbers do not fit into registers; sums of
+gates are float64. Launches depend on shapes only.
+
+Legend: R rows, J heads of keys, H heads of values, K and V widths of keys and values, N rows of a block.
 """
 
 from __future__ import annotations
@@ -18,13 +21,14 @@ import triton.language as tl
 from torch import Tensor
 
 from eyas.device.transfer import on_device_of
-from eyas.kernels.arguments import BLOCK_WORDS, LENGTH_EPSILON, SEGMENT_WORDS, RecurrentInputs
+from eyas.kernels.arguments import BLOCK_ROWS, BLOCK_WORDS, LENGTH_EPSILON, SEGMENT_WORDS, RecurrentInputs
 
 if TYPE_CHECKING:
     from eyas.cache.state_pools import LayerStates
     from eyas.models.recurrent_rows import RecurrentRows
 
-BLOCK_V = 32  # columns of values of a program
+# Channels of keys that are multiplied at once, and columns of values of a program.
+BLOCK_K, BLOCK_V = 16, 32
 
 
 def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Tensor:
@@ -33,16 +37,19 @@ def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Te
     device, tables = inputs.values.device, rows.tables
     out, updates = (torch.empty(inputs.values.shape, device=device) for _ in range(2))
     sums = torch.empty((num_rows, heads), dtype=torch.float64, device=device)
+    spare = torch.empty((tables.num_spare, *pools.states.shape[1:]), device=device)
     given = [_of_rows(x) for x in inputs[:5]]
+    # Left to itself the compiler takes fewer registers and spills; three programs of narrow rows share a processor.
+    most = 168 if inputs.values.dtype.itemsize < 4 else 255
     with on_device_of(out):
         _scan[(triton.cdiv(value_width, BLOCK_V), heads, len(rows.read))](
-            *(*given, out, updates, sums, pools.states, pools.keys, pools.updates, pools.sums),
+            *(*given, out, updates, sums, pools.states, spare, pools.keys, pools.updates, pools.sums),
             *tables[:4],
             *(x.stride(0) for x in given),
             key_width**-0.5 if inputs.is_delta else 1.0,
             HEADS=heads, SHARED=heads // key_heads, KEY=key_width, VALUE=value_width, IS_DELTA=inputs.is_delta,
-            SEGMENT_WORDS=SEGMENT_WORDS, BLOCK_WORDS=BLOCK_WORDS, EPSILON=LENGTH_EPSILON, BLOCK_N=tables.block_rows,
-            BLOCK_K=max(16, triton.next_power_of_2(key_width)), BLOCK_V=BLOCK_V, num_warps=4, num_stages=1,
+            SEGMENT_WORDS=SEGMENT_WORDS, BLOCK_WORDS=BLOCK_WORDS, EPSILON=LENGTH_EPSILON, BLOCK_N=BLOCK_ROWS,
+            BLOCK_K=BLOCK_K, BLOCK_V=BLOCK_V, num_warps=4, num_stages=1, maxnreg=most,
         )  # fmt: skip
     return out
 
@@ -54,101 +61,180 @@ def _of_rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def _scan(
-    queries, keys, values, gates, betas, out, updates, sums, states, stash_keys, stash_updates, stash_sums,
+    queries, keys, values, gates, betas, out, updates, sums, states, spare, stash_keys, stash_updates, stash_sums,
     segments, blocks, pending, visible, query_stride, key_stride, value_stride, gate_stride, beta_stride, scale,
     HEADS: tl.constexpr, SHARED: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, IS_DELTA: tl.constexpr,
     SEGMENT_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, EPSILON: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    head, v, k = tl.program_id(1), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K)
-    n, has_v = tl.arange(0, BLOCK_N), v < VALUE
+    head, v, n = tl.program_id(1), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_N)
+    has_v = v < VALUE
     segments += tl.program_id(2) * SEGMENT_WORDS
     first, count = tl.load(segments + 2), tl.load(segments + 3)
     stash, mask_at, stays = tl.load(segments + 8), tl.load(segments + 9), tl.load(segments + 10) > 0
-    # Pointers to what a row has of this head.
+    # From here on pointers are to what a row has of this head, and to columns of its state.
     queries, keys = queries + head // SHARED * KEY, keys + head // SHARED * KEY
-    values, gates, betas = values + head * VALUE, gates + head, betas + head
-    out, updates, sums = out + head * VALUE, updates + head * VALUE, sums + head
-    stash_keys, stash_updates, stash_sums = stash_keys + head * KEY, stash_updates + head * VALUE, stash_sums + head
-    in_state = (head * KEY + k[:, None]) * VALUE + v[None, :]
-    is_state = (k < KEY)[:, None] & has_v[None, :]
-    state = tl.load(states + tl.load(segments + 4) * HEADS * KEY * VALUE + in_state, mask=is_state, other=0.0)
-    state = _add_pending(
-        state, stash_keys, stash_updates, stash_sums, pending + tl.load(segments + 6), tl.load(segments + 7), k, v, has_v,
-        HEADS, KEY, VALUE,
+    values, gates, betas = values + head * VALUE + v[None, :], gates + head, betas + head
+    out, updates, sums = out + head * VALUE + v[None, :], updates + head * VALUE + v[None, :], sums + head
+    stash_keys, stash_sums = stash_keys + head * KEY, stash_sums + head
+    stash_updates += head * VALUE + v[None, :]
+    states, spare = states + head * KEY * VALUE + v[None, :], spare + head * KEY * VALUE + v[None, :]
+    before, write = states + tl.load(segments + 4) * HEADS * KEY * VALUE, tl.load(segments + 5)
+    state = states + write * HEADS * KEY * VALUE
+    if write < 0:
+        state = spare - (write + 1) * HEADS * KEY * VALUE
+    _start(
+        before, state, stash_keys, stash_updates, stash_sums, pending + tl.load(segments + 6), tl.load(segments + 7), has_v,
+        HEADS, KEY, VALUE, BLOCK_K, BLOCK_V,
     )  # fmt: skip
+    tl.debug_barrier()
     for block in range(tl.load(segments), tl.load(segments + 1)):
         start, end = tl.load(blocks + block * BLOCK_WORDS), tl.load(blocks + block * BLOCK_WORDS + 1)
         row, begin = start + n, tl.where(stays, first, start)
         live = row < end
-        query = _vectors(queries, row, live, query_stride, k, KEY, IS_DELTA, EPSILON) * scale
-        key = _vectors(keys, row, live, key_stride, k, KEY, IS_DELTA, EPSILON)
-        beta = tl.load(betas + row * beta_stride, mask=live, other=0.0).to(tl.float32)
         is_value = live[:, None] & has_v[None, :]
-        update = tl.load(values + row[:, None] * value_stride + v[None, :], mask=is_value, other=0.0).to(tl.float32)
-        # The gates of a path add up over the blocks of a tree.
-        total = tl.zeros([BLOCK_N], tl.float64)
-        for before in range(begin, start + 1, BLOCK_N):
-            other = before + n
-            gate = tl.load(gates + other * gate_stride, mask=other < end, other=0.0).to(tl.float64)
-            seen = _seen(visible, mask_at, first, count, row, other, end)
-            total += tl.sum(tl.where(seen, gate[None, :], 0.0), 1)
-        factor = tl.exp(total.to(tl.float32))[:, None]
-        found = tl.dot(query, state, input_precision="ieee") * factor
-        if IS_DELTA:
-            update -= tl.dot(key, state, input_precision="ieee") * factor
-        for before in range(begin, start, BLOCK_N):
-            other, more = before + n, tl.full([BLOCK_N], True, tl.int1)
-            key_before = _vectors(keys, other, more, key_stride, k, KEY, IS_DELTA, EPSILON)
-            left = _decays(total, tl.load(sums + other * HEADS), _seen(visible, mask_at, first, count, row, other, end))
-            added = tl.load(updates + other[:, None] * HEADS * VALUE + v[None, :], mask=has_v[None, :], other=0.0)
-            mixed = tl.dot(query, tl.trans(key_before), input_precision="ieee") * left
-            found = tl.dot(mixed, added, found, input_precision="ieee")
-            if IS_DELTA:
-                mixed = tl.dot(key, tl.trans(key_before), input_precision="ieee") * left
-                update -= tl.dot(mixed, added, input_precision="ieee")
-        update *= beta[:, None]
+        total = _path_sums(gates, gate_stride, visible, mask_at, first, count, row, begin, start, end, BLOCK_N)
+        factor = tl.exp(total.to(tl.float32))
         left = _decays(total, total, _seen(visible, mask_at, first, count, row, row, end))
+        query_rows, key_rows = queries + row[:, None] * query_stride, keys + row[:, None] * key_stride
+        mixed, found, own, known = _products(
+            query_rows, key_rows, key_rows, state, live, live, has_v, KEY, VALUE, True, IS_DELTA, BLOCK_N, BLOCK_K, BLOCK_V
+        )
+        query_size = _sizes(query_rows, live, KEY, IS_DELTA, EPSILON, BLOCK_N, BLOCK_K) * scale
+        key_size = _sizes(key_rows, live, KEY, IS_DELTA, EPSILON, BLOCK_N, BLOCK_K)
+        found *= (query_size * factor)[:, None]
+        update = tl.load(values + row[:, None] * value_stride, mask=is_value, other=0.0).to(tl.float32)
         if IS_DELTA:
-            mixed = tl.dot(key, tl.trans(key), input_precision="ieee") * left * beta[:, None]
-            mixed = tl.where(n[:, None] > n[None, :], mixed, 0.0)
-            # Forward substitution: a row is known when all before it are, and is then taken from those behind it.
-            for done in range(0, (end - start - 1).to(tl.int32)):
-                known = tl.sum(tl.where(n[:, None] == done, update, 0.0), 0)
-                update -= tl.sum(tl.where(n[None, :] == done, mixed, 0.0), 1)[:, None] * known[None, :]
-        mixed = tl.dot(query, tl.trans(key), input_precision="ieee") * left
-        found = tl.dot(mixed, update, found, input_precision="ieee")
-        at = row[:, None] * HEADS * VALUE + v[None, :]
-        tl.store(out + at, found, mask=is_value)
+            update -= known * (key_size * factor)[:, None]
+        for at in range(begin, start, BLOCK_N):
+            other = at + n
+            rows_before = keys + other[:, None] * key_stride
+            above, _, beside, _ = _products(
+                query_rows, key_rows, rows_before, state, live, live | True, has_v, KEY, VALUE, False, IS_DELTA, BLOCK_N,
+                BLOCK_K, BLOCK_V,
+            )  # fmt: skip
+            size = _sizes(rows_before, live | True, KEY, IS_DELTA, EPSILON, BLOCK_N, BLOCK_K)
+            kept = _decays(total, tl.load(sums + other * HEADS), _seen(visible, mask_at, first, count, row, other, end))
+            kept *= size[None, :]
+            added = tl.load(updates + other[:, None] * HEADS * VALUE, mask=has_v[None, :], other=0.0)
+            found = tl.dot(above * kept * query_size[:, None], added, found, input_precision="ieee")
+            if IS_DELTA:
+                update -= tl.dot(beside * kept * key_size[:, None], added, input_precision="ieee")
+        beta = tl.load(betas + row * beta_stride, mask=live, other=0.0).to(tl.float32)
+        update *= beta[:, None]
+        left *= key_size[None, :]
+        if IS_DELTA:
+            own = tl.where(n[:, None] > n[None, :], own * left * (beta * key_size)[:, None], 0.0)
+            update = _substitute(update, own, n, (end - start).to(tl.int32))
+        found = tl.dot(mixed * left * query_size[:, None], update, found, input_precision="ieee")
+        tl.store(out + row[:, None] * HEADS * VALUE, found, mask=is_value)
         if stash >= 0:
-            place = stash + row - first
-            tl.store(stash_updates + place[:, None] * HEADS * VALUE + v[None, :], update, mask=is_value)
-            is_first = live & (tl.program_id(0) == 0)
+            place, is_first = stash + row - first, live & (tl.program_id(0) == 0)
+            tl.store(stash_updates + place[:, None] * HEADS * VALUE, update, mask=is_value)
             tl.store(stash_sums + place * HEADS, total.to(tl.float32), mask=is_first)
-            own = place[:, None] * HEADS * KEY + k[None, :]
-            tl.store(stash_keys + own, key, mask=is_first[:, None] & (k < KEY)[None, :])
+            _store_keys(stash_keys + place[:, None] * HEADS * KEY, key_rows, key_size, is_first, KEY, BLOCK_K)
         if stays:
-            tl.store(updates + at, update, mask=is_value)
+            tl.store(updates + row[:, None] * HEADS * VALUE, update, mask=is_value)
             tl.store(sums + row * HEADS, total, mask=live)
-            tl.debug_barrier()
         else:
-            last = tl.sum(tl.where(row == end - 1, total, 0.0), 0)
-            left_of = tl.exp(tl.where(live, (last - total).to(tl.float32), float("-inf")))
-            moved = tl.dot(tl.trans(key * left_of[:, None]), update, input_precision="ieee")
-            state = state * tl.exp(last.to(tl.float32)) + moved
             mark = tl.load(blocks + block * BLOCK_WORDS + 2)
-            tl.store(states + mark * HEADS * KEY * VALUE + in_state, state, mask=is_state & (mark >= 0))
-    tl.store(states + tl.load(segments + 5) * HEADS * KEY * VALUE + in_state, state, mask=is_state)
+            marked, last = states + mark * HEADS * KEY * VALUE, tl.sum(tl.where(row == end - 1, total, 0.0), 0)
+            share = tl.exp(tl.where(live, (last - total).to(tl.float32), float("-inf"))) * key_size
+            decay = tl.exp(last.to(tl.float32))
+            _move(state, marked, mark >= 0, decay, key_rows, share, update, live, has_v, KEY, VALUE, BLOCK_K)
+        tl.debug_barrier()
 
 
 @triton.jit
-def _vectors(x, row, live, stride, k, KEY: tl.constexpr, IS_DELTA: tl.constexpr, EPSILON: tl.constexpr):
-    """Return queries or keys of rows [N, K], by the delta rule of length 1."""
-    found = tl.load(x + row[:, None] * stride + k[None, :], mask=live[:, None] & (k < KEY)[None, :], other=0.0)
-    found = found.to(tl.float32)
+def _products(
+    queries, keys, others, state, live, is_other, has_v, KEY: tl.constexpr, VALUE: tl.constexpr,
+    HAS_STATE: tl.constexpr, IS_DELTA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Return the products of queries with other rows' keys [N, N] and with the state [N, V], and then those of keys."""
+    by_query, by_key = tl.zeros([BLOCK_N, BLOCK_N], tl.float32), tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
+    from_query, from_key = tl.zeros([BLOCK_N, BLOCK_V], tl.float32), tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    for channel in range(0, KEY, BLOCK_K):
+        k = channel + tl.arange(0, BLOCK_K)
+        has_k = k < KEY
+        query = tl.load(queries + k[None, :], mask=live[:, None] & has_k[None, :], other=0.0).to(tl.float32)
+        other = tl.load(others + k[None, :], mask=is_other[:, None] & has_k[None, :], other=0.0).to(tl.float32)
+        by_query = tl.dot(query, tl.trans(other), by_query, input_precision="ieee")
+        if IS_DELTA:
+            key = tl.load(keys + k[None, :], mask=live[:, None] & has_k[None, :], other=0.0).to(tl.float32)
+            by_key = tl.dot(key, tl.trans(other), by_key, input_precision="ieee")
+        if HAS_STATE:
+            part = tl.load(state + k[:, None] * VALUE, mask=has_k[:, None] & has_v[None, :], other=0.0)
+            from_query = tl.dot(query, part, from_query, input_precision="ieee")
+            if IS_DELTA:
+                from_key = tl.dot(key, part, from_key, input_precision="ieee")
+    return by_query, from_query, by_key, from_key
+
+
+@triton.jit
+def _path_sums(gates, stride, visible, mask_at, first, count, row, begin, start, end, BLOCK_N: tl.constexpr):
+    """Return the sums of gates over the path to each row of a block [N], from the rows of a segment's blocks up to it."""
+    total = tl.zeros([BLOCK_N], tl.float64)
+    for at in range(begin, start + 1, BLOCK_N):
+        other = at + tl.arange(0, BLOCK_N)
+        gate = tl.load(gates + other * stride, mask=other < end, other=0.0).to(tl.float64)
+        total += tl.sum(tl.where(_seen(visible, mask_at, first, count, row, other, end), gate[None, :], 0.0), 1)
+    return total
+
+
+@triton.jit
+def _substitute(update, mixed, n, count):
+    """Return d of (1 + M) d = update for a strictly lower triangular M [N, N].
+
+    A row is known when all before it are, and is then taken from those behind it. A series in powers of M, which would be
+    products alone, loses all digits where keys are alike: its terms grow as binomial coefficients.
+    """
+    for done in range(count - 1):
+        known = tl.sum(tl.where(n[:, None] == done, update, 0.0), 0)
+        update -= tl.sum(tl.where(n[None, :] == done, mixed, 0.0), 1)[:, None] * known[None, :]
+    return update
+
+
+@triton.jit
+def _store_keys(stash, keys, size, live, KEY: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Write the keys of rows, multiplied by their sizes, to their rows of the stash."""
+    for channel in range(0, KEY, BLOCK_K):
+        k = channel + tl.arange(0, BLOCK_K)
+        is_key = live[:, None] & (k < KEY)[None, :]
+        key = tl.load(keys + k[None, :], mask=is_key, other=0.0).to(tl.float32)
+        tl.store(stash + k[None, :], key * size[:, None], mask=is_key)
+
+
+@triton.jit
+def _move(
+    state, marked, is_marked, decay, keys, share, update, live, has_v,
+    KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Move a state on behind the rows of a block, and write it to `marked` too. share: what is left of each row's key."""
+    for channel in range(0, KEY, BLOCK_K):
+        k = channel + tl.arange(0, BLOCK_K)
+        is_state = (k < KEY)[:, None] & has_v[None, :]
+        key = tl.load(keys + k[None, :], mask=live[:, None] & (k < KEY)[None, :], other=0.0).to(tl.float32)
+        part = tl.load(state + k[:, None] * VALUE, mask=is_state, other=0.0) * decay
+        part = tl.dot(tl.trans(key * share[:, None]), update, part, input_precision="ieee")
+        tl.store(state + k[:, None] * VALUE, part, mask=is_state)
+        tl.store(marked + k[:, None] * VALUE, part, mask=is_state & is_marked)
+
+
+@triton.jit
+def _sizes(
+    x, live, KEY: tl.constexpr, IS_DELTA: tl.constexpr, EPSILON: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Return what queries or keys of rows are multiplied by [N]."""
+    squares = tl.zeros([BLOCK_N], tl.float32)
     if IS_DELTA:
-        found *= tl.rsqrt(tl.sum(found * found, 1) + EPSILON)[:, None]
-    return found
+        for channel in range(0, KEY, BLOCK_K):
+            k = channel + tl.arange(0, BLOCK_K)
+            part = tl.load(x + k[None, :], mask=live[:, None] & (k < KEY)[None, :], other=0.0).to(tl.float32)
+            squares += tl.sum(part * part, 1)
+        squares = tl.rsqrt(squares + EPSILON)
+    else:
+        squares += 1.0
+    return squares
 
 
 @triton.jit
@@ -167,24 +253,25 @@ def _decays(totals, others, seen):
 
 
 @triton.jit
-def _add_pending(
-    state, stash_keys, stash_updates, stash_sums, pending, count, k, v, has_v,
-    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+def _start(
+    before, state, stash_keys, stash_updates, stash_sums, pending, count, has_v,
+    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Return the state behind an accepted path."""
+    """Write the state before a segment's rows, behind an accepted path of the last tree."""
     BLOCK: tl.constexpr = 16
+    p, last = tl.arange(0, BLOCK), tl.zeros([], tl.float32)
     if count > 0:
-        last, p = tl.load(stash_sums + tl.load(pending + count - 1) * HEADS), tl.arange(0, BLOCK)
-        state *= tl.exp(last)
+        last = tl.load(stash_sums + tl.load(pending + count - 1) * HEADS)
+    for channel in range(0, KEY, BLOCK_K):
+        k = channel + tl.arange(0, BLOCK_K)
+        is_state = (k < KEY)[:, None] & has_v[None, :]
+        part = tl.load(before + k[:, None] * VALUE, mask=is_state, other=0.0) * tl.exp(last)
         for start in range(0, count, BLOCK):
             live = start + p < count
             place = tl.load(pending + start + p, mask=live, other=0)
-            left = tl.exp(last - tl.load(stash_sums + place * HEADS, mask=live, other=float("inf")))
-            key = tl.load(
-                stash_keys + place[None, :] * HEADS * KEY + k[:, None], mask=live[None, :] & (k < KEY)[:, None], other=0.0
-            )
-            update = tl.load(
-                stash_updates + place[:, None] * HEADS * VALUE + v[None, :], mask=live[:, None] & has_v[None, :], other=0.0
-            )
-            state = tl.dot(key * left[None, :], update, state, input_precision="ieee")
-    return state
+            share = tl.exp(last - tl.load(stash_sums + place * HEADS, mask=live, other=float("inf")))
+            is_key, is_value = live[None, :] & (k < KEY)[:, None], live[:, None] & has_v[None, :]
+            key = tl.load(stash_keys + place[None, :] * HEADS * KEY + k[:, None], mask=is_key, other=0.0)
+            update = tl.load(stash_updates + place[:, None] * HEADS * VALUE, mask=is_value, other=0.0)
+            part = tl.dot(key * share[None, :], update, part, input_precision="ieee")
+        tl.store(state + k[:, None] * VALUE, part, mask=is_state)

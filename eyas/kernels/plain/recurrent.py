@@ -159,10 +159,9 @@ def _compute(inputs: RecurrentInputs, pieces: Pieces, states: Tensor) -> tuple[T
     """Return outputs, keys, updates and sums of pieces, given the states before them [B, H, K, V]."""
     queries, keys, values, gates, betas = (_of(x, pieces) for x in inputs[:5])
     sums = path_sums(gates, pieces.seen)
+    updates = values * betas[..., None]
     if inputs.is_delta:
         updates = delta_updates(keys, values, betas, sums, pieces.seen, states)
-    else:
-        updates = values * betas[..., None]
     return outputs(queries, keys, updates, sums, pieces.seen, states), keys, updates, sums
 
 

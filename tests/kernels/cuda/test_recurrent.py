@@ -155,7 +155,8 @@ def test_equal_keys_lose_no_digits(count: int) -> None:
 
 def test_large_gates_lose_no_digits_of_later_rows() -> None:
     """A row that forgets all comes first; sums in float32 would leave the others' gates three digits."""
-    layer = Layer(NARROW, [segment(64, StateStep(3, 4)), segment(30, StateStep(5, 6, stash=0), bushy(30))], True, torch.float32)
+    segments = [segment(64, StateStep(3, 4)), segment(30, StateStep(5, 6, stash=0), bushy(30))]
+    layer = Layer(NARROW, segments, True, torch.float32)
     layer.inputs.gates[:] *= 1e-3
     layer.inputs.gates[[0, 64]] = -5e4
     layer.check()
