@@ -161,11 +161,13 @@ class RecurrentRows:
     @cached_property
     def tables(self) -> ScanTables:
         """Return the same rows as the recurrent kernel reads them."""
-        segments, blocks, pending, masks = list[int](), list[int](), list[int](), [NO_MASK]
+        segments, blocks, pending = list[int](), list[int](), list[int]()
+        masks = [NO_MASK]
         num_blocks = num_cells = num_spare = 0
         fields = zip(self._segments, self._steps, self._starts.tolist(), self._counts.tolist(), self._is_tree, strict=True)
         for segment, step, start, count, is_tree in fields:
-            cuts, marks = _cuts(count, step, BLOCK_ROWS), dict(step.marks)
+            cuts = _cuts(count, step, BLOCK_ROWS)
+            marks = dict(step.marks)
             for first, end in pairwise(cuts):
                 blocks += [start + first, start + end, marks.get(end, -1)]
             visible = segment.visible if is_tree else None

@@ -33,8 +33,10 @@ BLOCK_K, BLOCK_V = 16, 32
 
 def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Tensor:
     """Return what `plain.recurrent.scan` returns, in one launch. Gates are of heads."""
-    (num_rows, heads, value_width), (key_heads, key_width) = inputs.values.shape, inputs.keys.shape[1:]
-    device, tables = inputs.values.device, rows.tables
+    num_rows, heads, value_width = inputs.values.shape
+    key_heads, key_width = inputs.keys.shape[1:]
+    device = inputs.values.device
+    tables = rows.tables
     out, updates = (torch.empty(inputs.values.shape, device=device) for _ in range(2))
     sums = torch.empty((num_rows, heads), dtype=torch.float64, device=device)
     spare = torch.empty((tables.num_spare, *pools.states.shape[1:]), device=device)
@@ -67,82 +69,106 @@ def _scan(
     SEGMENT_WORDS: tl.constexpr, BLOCK_WORDS: tl.constexpr, EPSILON: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    head, v, n = tl.program_id(1), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_N)
+    head = tl.program_id(1)
+    v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     has_v = v < VALUE
     segments += tl.program_id(2) * SEGMENT_WORDS
-    first, count = tl.load(segments + 2), tl.load(segments + 3)
-    stash, mask_at, stays = tl.load(segments + 8), tl.load(segments + 9), tl.load(segments + 10) > 0
+    first = tl.load(segments + 2)
+    stash = tl.load(segments + 8)
+    stays = tl.load(segments + 10) > 0
     # From here on pointers are to what a row has of this head, and to columns of its state.
-    queries, keys = queries + head // SHARED * KEY, keys + head // SHARED * KEY
-    values, gates, betas = values + head * VALUE + v[None, :], gates + head, betas + head
-    out, updates, sums = out + head * VALUE + v[None, :], updates + head * VALUE + v[None, :], sums + head
-    stash_keys, stash_sums = stash_keys + head * KEY, stash_sums + head
-    stash_updates += head * VALUE + v[None, :]
-    states, spare = states + head * KEY * VALUE + v[None, :], spare + head * KEY * VALUE + v[None, :]
-    before, write = states + tl.load(segments + 4) * HEADS * KEY * VALUE, tl.load(segments + 5)
-    state = states + write * HEADS * KEY * VALUE
+    queries += head // SHARED * KEY
+    keys += head // SHARED * KEY
+    stash_keys += head * KEY
+    at_value = head * VALUE + v[None, :]
+    at_state = head * KEY * VALUE + v[None, :]
+    write = tl.load(segments + 5)
+    state = states + write * HEADS * KEY * VALUE + at_state
     if write < 0:
-        state = spare - (write + 1) * HEADS * KEY * VALUE
+        state = spare - (write + 1) * HEADS * KEY * VALUE + at_state
     _start(
-        before, state, stash_keys, stash_updates, stash_sums, pending + tl.load(segments + 6), tl.load(segments + 7), has_v,
-        HEADS, KEY, VALUE, BLOCK_K, BLOCK_V,
+        states + tl.load(segments + 4) * HEADS * KEY * VALUE + at_state, state, stash_keys, stash_updates + at_value,
+        stash_sums + head, pending + tl.load(segments + 6), tl.load(segments + 7), has_v, HEADS, KEY, VALUE, BLOCK_K,
     )  # fmt: skip
     tl.debug_barrier()
     for block in range(tl.load(segments), tl.load(segments + 1)):
-        start, end = tl.load(blocks + block * BLOCK_WORDS), tl.load(blocks + block * BLOCK_WORDS + 1)
-        row, begin = start + n, tl.where(stays, first, start)
+        start = tl.load(blocks + block * BLOCK_WORDS)
+        end = tl.load(blocks + block * BLOCK_WORDS + 1)
+        row = start + tl.arange(0, BLOCK_N)
         live = row < end
         is_value = live[:, None] & has_v[None, :]
-        total = _path_sums(gates, gate_stride, visible, mask_at, first, count, row, begin, start, end, BLOCK_N)
-        factor = tl.exp(total.to(tl.float32))
-        left = _decays(total, total, _seen(visible, mask_at, first, count, row, row, end))
-        query_rows, key_rows = queries + row[:, None] * query_stride, keys + row[:, None] * key_stride
-        mixed, found, own, known = _products(
-            query_rows, key_rows, key_rows, state, live, live, has_v, KEY, VALUE, True, IS_DELTA, BLOCK_N, BLOCK_K, BLOCK_V
-        )
-        query_size = _sizes(query_rows, live, KEY, IS_DELTA, EPSILON, BLOCK_N, BLOCK_K) * scale
-        key_size = _sizes(key_rows, live, KEY, IS_DELTA, EPSILON, BLOCK_N, BLOCK_K)
-        found *= (query_size * factor)[:, None]
-        update = tl.load(values + row[:, None] * value_stride, mask=is_value, other=0.0).to(tl.float32)
-        if IS_DELTA:
-            update -= known * (key_size * factor)[:, None]
-        for at in range(begin, start, BLOCK_N):
-            other = at + n
-            rows_before = keys + other[:, None] * key_stride
-            above, _, beside, _ = _products(
-                query_rows, key_rows, rows_before, state, live, live | True, has_v, KEY, VALUE, False, IS_DELTA, BLOCK_N,
-                BLOCK_K, BLOCK_V,
-            )  # fmt: skip
-            size = _sizes(rows_before, live | True, KEY, IS_DELTA, EPSILON, BLOCK_N, BLOCK_K)
-            kept = _decays(total, tl.load(sums + other * HEADS), _seen(visible, mask_at, first, count, row, other, end))
-            kept *= size[None, :]
-            added = tl.load(updates + other[:, None] * HEADS * VALUE, mask=has_v[None, :], other=0.0)
-            found = tl.dot(above * kept * query_size[:, None], added, found, input_precision="ieee")
-            if IS_DELTA:
-                update -= tl.dot(beside * kept * key_size[:, None], added, input_precision="ieee")
-        beta = tl.load(betas + row * beta_stride, mask=live, other=0.0).to(tl.float32)
-        update *= beta[:, None]
-        left *= key_size[None, :]
-        if IS_DELTA:
-            own = tl.where(n[:, None] > n[None, :], own * left * (beta * key_size)[:, None], 0.0)
-            update = _substitute(update, own, n, (end - start).to(tl.int32))
-        found = tl.dot(mixed * left * query_size[:, None], update, found, input_precision="ieee")
-        tl.store(out + row[:, None] * HEADS * VALUE, found, mask=is_value)
+        found, update, total, size = _block(
+            queries, keys, values + at_value, gates + head, betas + head, updates + at_value, sums + head, state, visible,
+            tl.load(segments + 9), first, tl.load(segments + 3), tl.where(stays, first, start), start, end, has_v,
+            query_stride, key_stride, value_stride, gate_stride, beta_stride, scale, HEADS, KEY, VALUE, IS_DELTA, EPSILON,
+            BLOCK_N, BLOCK_K, BLOCK_V,
+        )  # fmt: skip
+        tl.store(out + row[:, None] * HEADS * VALUE + at_value, found, mask=is_value)
+        key_rows = keys + row[:, None] * key_stride
         if stash >= 0:
-            place, is_first = stash + row - first, live & (tl.program_id(0) == 0)
-            tl.store(stash_updates + place[:, None] * HEADS * VALUE, update, mask=is_value)
-            tl.store(stash_sums + place * HEADS, total.to(tl.float32), mask=is_first)
-            _store_keys(stash_keys + place[:, None] * HEADS * KEY, key_rows, key_size, is_first, KEY, BLOCK_K)
+            place = stash + row - first
+            is_first = live & (tl.program_id(0) == 0)
+            tl.store(stash_updates + place[:, None] * HEADS * VALUE + at_value, update, mask=is_value)
+            tl.store(stash_sums + place * HEADS + head, total.to(tl.float32), mask=is_first)
+            _store_keys(stash_keys + place[:, None] * HEADS * KEY, key_rows, size, is_first, KEY, BLOCK_K)
         if stays:
-            tl.store(updates + row[:, None] * HEADS * VALUE, update, mask=is_value)
-            tl.store(sums + row * HEADS, total, mask=live)
+            tl.store(updates + row[:, None] * HEADS * VALUE + at_value, update, mask=is_value)
+            tl.store(sums + row * HEADS + head, total, mask=live)
         else:
             mark = tl.load(blocks + block * BLOCK_WORDS + 2)
-            marked, last = states + mark * HEADS * KEY * VALUE, tl.sum(tl.where(row == end - 1, total, 0.0), 0)
-            share = tl.exp(tl.where(live, (last - total).to(tl.float32), float("-inf"))) * key_size
-            decay = tl.exp(last.to(tl.float32))
-            _move(state, marked, mark >= 0, decay, key_rows, share, update, live, has_v, KEY, VALUE, BLOCK_K)
+            marked = states + mark * HEADS * KEY * VALUE + at_state
+            _move(state, marked, mark >= 0, key_rows, size, update, total, row, end, has_v, KEY, VALUE, BLOCK_K)
         tl.debug_barrier()
+
+
+@triton.jit
+def _block(
+    queries, keys, values, gates, betas, updates, sums, state, visible, mask_at, first, count, begin, start, end, has_v,
+    query_stride, key_stride, value_stride, gate_stride, beta_stride, scale,
+    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, IS_DELTA: tl.constexpr, EPSILON: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Return outputs and updates of a block's rows [N, V], their sums of gates and the factors of their keys [N].
+
+    begin: the first row of earlier blocks that its rows see.
+    """
+    n = tl.arange(0, BLOCK_N)
+    row = start + n
+    live = row < end
+    total = _path_sums(gates, gate_stride, visible, mask_at, first, count, row, begin, start, end, BLOCK_N)
+    queries += row[:, None] * query_stride
+    own = keys + row[:, None] * key_stride
+    mixed, found, among, known = _products(
+        queries, own, own, state, live, live, has_v, KEY, VALUE, True, IS_DELTA, BLOCK_N, BLOCK_K, BLOCK_V
+    )
+    query_size = _sizes(queries, live, KEY, IS_DELTA, EPSILON, BLOCK_N, BLOCK_K) * scale
+    size = _sizes(own, live, KEY, IS_DELTA, EPSILON, BLOCK_N, BLOCK_K)
+    factor = tl.exp(total.to(tl.float32))
+    found *= (query_size * factor)[:, None]
+    is_value = live[:, None] & has_v[None, :]
+    update = tl.load(values + row[:, None] * value_stride, mask=is_value, other=0.0).to(tl.float32)
+    if IS_DELTA:
+        update -= known * (size * factor)[:, None]
+    for at in range(begin, start, BLOCK_N):
+        other = at + n
+        others = keys + other[:, None] * key_stride
+        above, _, beside, _ = _products(
+            queries, own, others, state, live, other < end, has_v, KEY, VALUE, False, IS_DELTA, BLOCK_N, BLOCK_K, BLOCK_V
+        )
+        left = _decays(total, tl.load(sums + other * HEADS), _seen(visible, mask_at, first, count, row, other, end))
+        left *= _sizes(others, other < end, KEY, IS_DELTA, EPSILON, BLOCK_N, BLOCK_K)[None, :]
+        added = tl.load(updates + other[:, None] * HEADS * VALUE, mask=has_v[None, :], other=0.0)
+        found = tl.dot(above * left * query_size[:, None], added, found, input_precision="ieee")
+        if IS_DELTA:
+            update -= tl.dot(beside * left * size[:, None], added, input_precision="ieee")
+    beta = tl.load(betas + row * beta_stride, mask=live, other=0.0).to(tl.float32)
+    update *= beta[:, None]
+    left = _decays(total, total, _seen(visible, mask_at, first, count, row, row, end)) * size[None, :]
+    if IS_DELTA:
+        among = tl.where(n[:, None] > n[None, :], among * left * (beta * size)[:, None], 0.0)
+        update = _substitute(update, among, n, (end - start).to(tl.int32))
+    found = tl.dot(mixed * left * query_size[:, None], update, found, input_precision="ieee")
+    return found, update, total, size
 
 
 @triton.jit
@@ -206,10 +232,14 @@ def _store_keys(stash, keys, size, live, KEY: tl.constexpr, BLOCK_K: tl.constexp
 
 @triton.jit
 def _move(
-    state, marked, is_marked, decay, keys, share, update, live, has_v,
+    state, marked, is_marked, keys, size, update, total, row, end, has_v,
     KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Move a state on behind the rows of a block, and write it to `marked` too. share: what is left of each row's key."""
+    """Move a state on behind the rows of a block, and write it to `marked` too."""
+    live = row < end
+    last = tl.sum(tl.where(row == end - 1, total, 0.0), 0)
+    decay = tl.exp(last.to(tl.float32))
+    share = tl.exp(tl.where(live, (last - total).to(tl.float32), float("-inf"))) * size
     for channel in range(0, KEY, BLOCK_K):
         k = channel + tl.arange(0, BLOCK_K)
         is_state = (k < KEY)[:, None] & has_v[None, :]
@@ -255,11 +285,12 @@ def _decays(totals, others, seen):
 @triton.jit
 def _start(
     before, state, stash_keys, stash_updates, stash_sums, pending, count, has_v,
-    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Write the state before a segment's rows, behind an accepted path of the last tree."""
     BLOCK: tl.constexpr = 16
-    p, last = tl.arange(0, BLOCK), tl.zeros([], tl.float32)
+    p = tl.arange(0, BLOCK)
+    last = tl.zeros([], tl.float32)
     if count > 0:
         last = tl.load(stash_sums + tl.load(pending + count - 1) * HEADS)
     for channel in range(0, KEY, BLOCK_K):

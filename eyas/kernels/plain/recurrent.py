@@ -12,7 +12,7 @@ Legend: B segments, N rows of the longest, H heads, K and V widths of keys and v
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,15 @@ if TYPE_CHECKING:
 
 # Elements of a table of decays by channel, which are computed for some segments at a time.
 MOST_DECAYS = 1 << 26
+
+
+class _Computed(NamedTuple):
+    """Outputs of pieces [B, Q, H, V], and what their rows add to a state, see `delta_updates`."""
+
+    outputs: Tensor
+    keys: Tensor
+    updates: Tensor
+    sums: Tensor
 
 
 def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Tensor:
@@ -155,14 +164,14 @@ def _prepared(inputs: RecurrentInputs) -> RecurrentInputs:
     return RecurrentInputs(queries, keys, values.float(), gates.float(), betas.float(), is_delta)
 
 
-def _compute(inputs: RecurrentInputs, pieces: Pieces, states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _compute(inputs: RecurrentInputs, pieces: Pieces, states: Tensor) -> _Computed:
     """Return outputs, keys, updates and sums of pieces, given the states before them [B, H, K, V]."""
     queries, keys, values, gates, betas = (_of(x, pieces) for x in inputs[:5])
     sums = path_sums(gates, pieces.seen)
     updates = values * betas[..., None]
     if inputs.is_delta:
         updates = delta_updates(keys, values, betas, sums, pieces.seen, states)
-    return outputs(queries, keys, updates, sums, pieces.seen, states), keys, updates, sums
+    return _Computed(outputs(queries, keys, updates, sums, pieces.seen, states), keys, updates, sums)
 
 
 def _any(mask: Tensor, like: Tensor) -> Tensor:

@@ -43,7 +43,8 @@ class Layer:
     def __init__(self, sizes: Sizes, segments: Sequence[Segment], is_delta: bool, dtype: torch.dtype, slow: float = 1.0):
         self._generator = torch.Generator().manual_seed(0)
         self.rows = RecurrentRows(segments, SCRATCH, DEVICE)
-        count, (key_heads, heads, key, value) = sum(len(s.tokens) for s in segments), sizes
+        count = sum(len(s.tokens) for s in segments)
+        key_heads, heads, key, value = sizes
         # As from a convolution: one row after another, of which queries, keys and values are parts.
         mixed = self._randn(count, 2 * key_heads * key + heads * value).to(dtype)
         parts = mixed.split([key_heads * key, key_heads * key, heads * value], -1)
@@ -78,7 +79,8 @@ class Layer:
 
 def segment(count: int, states: StateStep | None, parents: Ints | None = None) -> Segment:
     """A chain, or a tree whose rows have these parents; that of the root is -1."""
-    rows, visible = np.arange(count), None
+    rows = np.arange(count)
+    visible = None
     if parents is not None:
         visible = np.eye(count, dtype=np.bool_)
         for row in rows[1:]:
@@ -148,8 +150,8 @@ def test_equal_keys_lose_no_digits(count: int) -> None:
     """A series of products would cancel to nothing here: its terms grow as binomial coefficients."""
     layer = Layer(NARROW, [segment(count, StateStep(3, 4)), segment(count, StateStep(5, 6, stash=0))], True, torch.float32)
     keys = layer.inputs.keys[:1].expand_as(layer.inputs.keys)
-    gates, betas = 0 * layer.inputs.gates, torch.ones_like(layer.inputs.betas)
-    layer.inputs = layer.inputs._replace(keys=keys, gates=gates, betas=betas)
+    betas = torch.ones_like(layer.inputs.betas)
+    layer.inputs = layer.inputs._replace(keys=keys, gates=0 * layer.inputs.gates, betas=betas)
     layer.check(1e-4)
 
 
