@@ -260,9 +260,11 @@ class RecurrentKernels(Protocol):
     def scan(self, inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Tensor: ...
 
 
-def recurrent_kernels(rows: Tensor, has_channel_gates: bool = False) -> RecurrentKernels:
-    """Return the kernels for rows of a recurrent layer: Triton's on a GPU, but plain ones for gates of channels."""
-    if runs_triton(rows.device) and not has_channel_gates:
+def recurrent_kernels(has_attention: bool, has_channel_gates: bool) -> RecurrentKernels:
+    """Return the kernels for rows of a recurrent layer: Triton's where attention has its own, but plain ones for gates of
+    channels.
+    """
+    if has_attention and not has_channel_gates:
         from eyas.kernels.cuda import recurrent as compiled
 
         return compiled

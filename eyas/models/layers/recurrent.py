@@ -92,7 +92,7 @@ class RecurrentFunctions:
         return (found if D is None else found + x.float() * D[:, None])[None]
 
     def _scan(self, inputs: RecurrentInputs, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
-        kernels = recurrent_kernels(inputs.values, inputs.gates.ndim > inputs.betas.ndim)
+        kernels = recurrent_kernels(packed.metadata is not None, inputs.gates.ndim > inputs.betas.ndim)
         return kernels.scan(inputs, *_states(kv_cache, packed, self.layer))
 
 
