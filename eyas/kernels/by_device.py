@@ -257,6 +257,10 @@ def fused_kernels(rows: Tensor, has_attention: bool) -> LayerKernels:
 class RecurrentKernels(Protocol):
     """Kernels of recurrent layers. `kernels.plain.recurrent` says what each of them does."""
 
+    def convolve(
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None, pools: LayerStates, rows: RecurrentRows
+    ) -> Tensor: ...
+
     def scan(self, inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Tensor: ...
 
 

@@ -212,7 +212,8 @@ class RecurrentRows:
         )
 
     def _upload(self, values: Sequence[int] | Ints) -> Tensor:
-        return upload(np.asarray(values, np.int64), self._device)
+        # kernels read a tensor's memory, whose numbers must lie in its order
+        return upload(np.ascontiguousarray(values, np.int64), self._device)
 
 
 def _is_branched(segment: Segment) -> bool:

@@ -1,14 +1,15 @@
-"""The recurrence of gated delta nets and Mamba-2 over the nodes of draft trees, as a Triton kernel.
+"""Convolutions, and the recurrence of gated delta nets and Mamba-2, over the nodes of draft trees as Triton kernels.
 
-A program has some columns of values of one head in one segment. It writes the state before the segment's rows to where the
-pass writes it, with what the last tree left in the stash, and computes the rows in blocks. Behind each block of a prompt it
-moves that state on; a block of a tree reads the updates of earlier blocks, of which the program wrote its columns itself.
-`kernels.plain.recurrent` has the formulas. Queries and keys get length 1 by factors of their products.
+A program of the recurrence has some columns of values of one head in one segment. It writes the state before the segment's
+rows to where the pass writes it, with what the last tree left in the stash, and computes the rows in blocks. Behind each
+block of a prompt it moves that state on; a block of a tree reads the updates of earlier blocks, of which the program wrote
+its columns itself. `kernels.plain.recurrent` has the formulas. Queries and keys get length 1 by factors of their products.
 
 Products are float32 without tf32 and go over channels in parts, as all of their numbers do not fit into registers; sums of
-gates are float64. Launches depend on shapes only.
+gates are float64.
 
-Legend: R rows, J heads of keys, H heads of values, K and V widths of keys and values, N rows of a block.
+Legend: R rows, J heads of keys, H heads of values, K and V widths of keys and values, N rows of a block, C channels and W
+width of a convolution.
 """
 
 from __future__ import annotations
@@ -29,6 +30,30 @@ if TYPE_CHECKING:
 
 # Channels of keys that are multiplied at once, and columns of values of a program.
 BLOCK_K, BLOCK_V = 16, 32
+# Channels of a program of the convolution.
+BLOCK_C = 1024
+
+
+def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, pools: LayerStates, rows: RecurrentRows) -> Tensor:
+    """Return what `plain.recurrent.convolve` returns, in one launch; sums are float32."""
+    inputs = _of_rows(inputs)
+    num_rows, channels = inputs.shape
+    windows = rows.windows(weight.shape[1])
+    ends, into = windows.marks or (windows.ends, rows.write)
+    num_marks = 0 if windows.marks is None else ends.numel()
+    nodes, places = rows.stashed or (rows.read, rows.read)
+    num_nodes = 0 if rows.stashed is None else len(nodes)
+    pending = rows.read if rows.pending is None else rows.pending[0]
+    out = torch.empty((num_rows, channels), dtype=inputs.dtype, device=inputs.device)
+    num_programs = num_rows + windows.ends.numel() + num_marks + num_nodes
+    with on_device_of(out):
+        _convolve_paths[(num_programs, triton.cdiv(channels, BLOCK_C))](
+            *(inputs, weight.contiguous(), bias, out, pools.columns, pools.inputs, rows.read, rows.write, windows.columns),
+            *(windows.rows, windows.ends, ends, into, pending, nodes, places, num_rows, windows.ends.numel(), num_marks),
+            *(pending.shape[-1], inputs.stride(0)),
+            CHANNELS=channels, WIDTH=weight.shape[1], HAS_BIAS=bias is not None, BLOCK=BLOCK_C, num_warps=4,
+        )  # fmt: skip
+    return out
 
 
 def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Tensor:
@@ -59,6 +84,62 @@ def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Te
 def _of_rows(x: Tensor) -> Tensor:
     """Return numbers of rows [R, ...] that lie next to each other within a row."""
     return x if x[0].is_contiguous() else x.contiguous()
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_ends", "num_marks", "num_pending"])
+def _convolve_paths(
+    inputs, weight, bias, out, columns, stash, reads, writes, latest, windows, ends, mark_ends, mark_rows, pending, nodes,
+    places, num_rows, num_ends, num_marks, num_pending, stride,
+    CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Compute a row, or copy an input: to the columns of a segment, to those of a mark, or to the stash."""
+    PAST: tl.constexpr = WIDTH - 1
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    has_c = c < CHANNELS
+    row = tl.program_id(0).to(tl.int64)
+    if row < num_rows:
+        found = tl.zeros([BLOCK], tl.float32)
+        for column in tl.static_range(WIDTH):
+            index = tl.load(windows + row * WIDTH + column)
+            place = _input(
+                index, inputs, columns, stash, reads, latest, pending, num_ends, num_pending, stride, CHANNELS, PAST
+            )
+            factor = tl.load(weight + c * WIDTH + column, mask=has_c, other=0.0).to(tl.float32)
+            found += tl.load(place + c, mask=has_c, other=0.0).to(tl.float32) * factor
+        if HAS_BIAS:
+            found += tl.load(bias + c, mask=has_c, other=0.0).to(tl.float32)
+        tl.store(out + row * CHANNELS + c, found.to(out.dtype.element_ty), mask=has_c)
+    else:
+        copy = row - num_rows
+        if copy < num_ends:
+            index = tl.load(ends + copy)
+            into = columns + (tl.load(writes + copy // PAST) * PAST + copy % PAST) * CHANNELS
+        elif copy < num_ends + num_marks:
+            index = tl.load(mark_ends + copy - num_ends)
+            mark = copy - num_ends
+            into = columns + (tl.load(mark_rows + mark // PAST) * PAST + mark % PAST) * CHANNELS
+        else:
+            node = copy - num_ends - num_marks
+            index = num_ends + tl.load(nodes + node)
+            into = stash + tl.load(places + node) * CHANNELS
+        place = _input(index, inputs, columns, stash, reads, latest, pending, num_ends, num_pending, stride, CHANNELS, PAST)
+        tl.store(into + c, tl.load(place + c, mask=has_c, other=0.0), mask=has_c)
+
+
+@triton.jit
+def _input(
+    index, inputs, columns, stash, reads, latest, pending, num_columns, num_pending, stride,
+    CHANNELS: tl.constexpr, PAST: tl.constexpr,
+):  # fmt: skip
+    """Return where an input of a pass begins: PAST columns of each segment come first, see `Windows`."""
+    place = inputs + (index - num_columns) * stride
+    if index < num_columns:
+        segment = index // PAST
+        column = tl.load(latest + index)
+        place = columns + (tl.load(reads + segment) * PAST + column) * CHANNELS
+        if column >= PAST:
+            place = stash + tl.load(pending + segment * num_pending + column - PAST) * CHANNELS
+    return place
 
 
 @triton.jit

@@ -27,6 +27,37 @@ if TYPE_CHECKING:
 MOST_DECAYS = 1 << 26
 
 
+def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, pools: LayerStates, rows: RecurrentRows) -> Tensor:
+    """Return the causal convolution [R, C] of inputs [R, C] along their paths; weight [C, W]. Columns and stash are written.
+
+    A pass writes to no row that it reads, of the pools or of the stash.
+    """
+    windows = rows.windows(weight.shape[1])
+    columns = pools.columns[rows.read]
+    if rows.pending is not None:
+        places, _mask, _last = rows.pending
+        both = torch.cat([columns, pools.inputs[places]], 1)
+        columns = both.gather(1, windows.columns[..., None].expand(-1, -1, both.shape[2]))
+    source = torch.cat([columns.flatten(0, 1), inputs])
+    found = _window_sum(source, windows.rows, weight.T.to(inputs.dtype), bias)
+    pools.columns[rows.write] = source[windows.ends]
+    if windows.marks is not None:
+        ends, into = windows.marks
+        pools.columns[into] = source[ends]
+    if rows.stashed is not None:
+        nodes, places = rows.stashed
+        pools.inputs[places] = inputs[nodes]
+    return found
+
+
+def _window_sum(source: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the weighted sum of each row's window [R, C]: one column of windows [R, W] after another; weight [W, C]."""
+    found = source[windows[:, 0]] * weight[0]
+    for column in range(1, windows.shape[1]):
+        found = found + source[windows[:, column]] * weight[column]
+    return found if bias is None else found + bias.to(found.dtype)
+
+
 class _Computed(NamedTuple):
     """Outputs of pieces [B, Q, H, V], and what their rows add to a state, see `delta_updates`."""
 

@@ -51,23 +51,8 @@ class RecurrentFunctions:
         **_: Any,
     ) -> Tensor:
         """Return the causal convolution [1, C, R] of packed rows along their paths; weight [C, W]."""
-        inputs = hidden_states[0].T
-        pools, rows = _states(kv_cache, packed, self.layer)
-        windows = rows.windows(weight.shape[1])
-        columns = pools.columns[rows.read]
-        if rows.pending is not None:
-            places, _mask, _last = rows.pending
-            both = torch.cat([columns, pools.inputs[places]], 1)
-            columns = both.gather(1, windows.columns[..., None].expand(-1, -1, both.shape[2]))
-        source = torch.cat([columns.flatten(0, 1), inputs])
-        found = _window_sum(source, windows.rows, weight.T.to(inputs.dtype), bias)
-        pools.columns[rows.write] = source[windows.ends]
-        if windows.marks is not None:
-            ends, into = windows.marks
-            pools.columns[into] = source[ends]
-        if rows.stashed is not None:
-            nodes, places = rows.stashed
-            pools.inputs[places] = inputs[nodes]
+        kernels = recurrent_kernels(packed.metadata is not None, has_channel_gates=False)
+        found = kernels.convolve(hidden_states[0].T, weight, bias, *_states(kv_cache, packed, self.layer))
         return (found if activation is None else _activate(found, activation)).T[None]
 
     def delta_rule(
@@ -159,14 +144,6 @@ def _chosen(name: str, layer: int, own: Callable[..., Any]) -> Callable[..., Any
         return chosen(*args, **kwargs)
 
     return call
-
-
-def _window_sum(source: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the weighted sum of each row's window [R, C]: one column of windows [R, W] after another; weight [W, C]."""
-    found = source[windows[:, 0]] * weight[0]
-    for column in range(1, windows.shape[1]):
-        found = found + source[windows[:, column]] * weight[column]
-    return found if bias is None else found + bias.to(found.dtype)
 
 
 def _activate(x: Tensor, name: str) -> Tensor:

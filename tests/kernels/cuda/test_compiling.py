@@ -36,6 +36,7 @@ SHARED_BYTES = {
     "_combine_experts": 0,
     "_combine_in_order": 64,
     "_convolve": 0,
+    "_convolve_paths": 0,
     "_down": 24_576,
     "_draw": 1024,
     "_frontier": 32,

@@ -1,6 +1,6 @@
-"""The kernel of recurrent layers equals its plain form: outputs, states, marks and stash.
+"""The kernels of recurrent layers equal their plain forms: outputs, states, marks and stash.
 
-Where there is no GPU it runs in triton's interpreter.
+Where there is no GPU they run in triton's interpreter.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eyas.cache.state_pools import LayerStates
-from eyas.cache.states import START, StateStep
+from eyas.cache.states import NO_ROWS, START, StateStep
 from eyas.kernels.arguments import BLOCK_ROWS, RecurrentInputs
 from eyas.kernels.plain import recurrent as plain
 from eyas.models.inputs import Segment
@@ -162,6 +162,36 @@ def test_large_gates_lose_no_digits_of_later_rows() -> None:
     layer.inputs.gates[:] *= 1e-3
     layer.inputs.gates[[0, 64]] = -5e4
     layer.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("has_pending", [True, False])
+def test_convolutions_equal_the_plain_form(width: int, dtype: torch.dtype, has_pending: bool) -> None:
+    """Rows of a wider tensor; trees behind short and long accepted paths, prompts with marks, rows without a sequence."""
+    segments = [
+        segment(1, StateStep(3, 4, 200 + np.arange(1) if has_pending else NO_ROWS)),
+        segment(70, StateStep(START, 5, marks=((1, 12), (40, 13)))),
+        segment(9, StateStep(6, 7, np.array([201, 203, 204, 209, 220]) if has_pending else NO_ROWS, stash=0), bushy(9)),
+        segment(3, None, np.array([-1, 0, 0])),
+    ]
+    rows = RecurrentRows(segments, SCRATCH, DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    inputs, weight, bias, columns, stash = (
+        torch.randn(shape, generator=generator).to(DEVICE, dtype)
+        for shape in ((83, 40), (24, width), (24,), (SCRATCH + 1, width - 1, 24), (NUM_STASHED, 24))
+    )
+    for used in (bias, None):
+        found = list[tuple[Tensor, ...]]()
+        for way in (plain, kernel):
+            pools = LayerStates(*[columns[:0]] * 6)
+            pools = replace(pools, columns=columns.clone(), inputs=stash.clone())
+            out = way.convolve(inputs[:, 8:32], weight, used, pools, rows)
+            found.append((out, pools.columns[:SCRATCH], pools.inputs))
+        tolerance = 1e-5 if dtype == torch.float32 else 0.04
+        for right, ours in zip(*found, strict=True):
+            torch.testing.assert_close(ours, right, rtol=tolerance, atol=tolerance)
+        assert not torch.equal(found[0][1], columns[:SCRATCH]), "no column was written"
 
 
 def test_a_wrong_mask_shows() -> None:

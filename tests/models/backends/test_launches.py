@@ -16,14 +16,17 @@ from transformers.integrations.finegrained_fp8 import FP8Experts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from eyas.cache.kv_cache import KVShape
+from eyas.cache.state_pools import StatePools, StateShape
+from eyas.cache.states import StateSizes, StateStep
 from eyas.drafters.trees.rows import RowLayout, SlotLevels, SlotRows
 from eyas.kernels.arguments import UNSCALED, Draw
 from eyas.kernels.by_device import sampling_kernels
 from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 from eyas.models.backends.cuda import KernelBackend, why_no_kernel
-from eyas.models.inputs import Segment
+from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.layers.attention import attend
 from eyas.models.layers.fused import fuse_layers
+from eyas.models.layers.recurrent import RecurrentFunctions
 from eyas.models.parallel.shards import Shard
 from eyas.models.target import TargetModel
 from eyas.protocol.commit import NoiseKey
@@ -34,6 +37,8 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.support.devices.launches import META, Launch, Launches, keys_read, longest_part, recorded
 from tests.support.weightless import VOCAB, llama, weightless
+
+BF16 = torch.bfloat16
 
 
 @cache
@@ -161,6 +166,30 @@ def test_ranks_search_for_top_p_with_few_launches(monkeypatch: pytest.MonkeyPatc
     assert found.num + len(exchanges) <= 81, found.by_name
     assert found.by_name["_masses_from"] == 9
     assert found.other_bytes <= 11.1 * logits.nbytes, found.bytes_by_name
+
+
+def test_a_recurrent_layer_launches_few_kernels() -> None:
+    """Of a gated delta net the convolution, its activation, the recurrence, and a rounding; by operations of torch 131."""
+    rows = np.arange(16)
+    steps = [StateStep(1 + 2 * i, 2 + 2 * i, stash=16 * i) for i in range(4)]
+    visible = np.tri(16, dtype=np.bool_)
+    segments = tuple(Segment(rows, rows, rows, rows[:0], visible, rows, states=step) for step in steps)
+    kv: Any = SimpleNamespace(recurrent=StatePools({0: StateShape(32, 128, 128, 1, 8192, 4)}, StateSizes(9, 64), BF16, META))
+    metadata: Any = SimpleNamespace()
+    ids = torch.zeros(64, dtype=torch.int64, device=META)
+    packed = PackedInputs(ids, ids, ids, ids, (), metadata=metadata, segments=segments)
+    layer = RecurrentFunctions(0)
+    weight = torch.zeros(8192, 4, dtype=BF16, device=META)
+    mixed = torch.zeros(1, 64, 8192, dtype=BF16, device=META)
+    gates = torch.zeros(1, 64, 32, device=META)
+    betas = gates.to(BF16)
+    all_layers = packed.recurrent(9)
+    assert all_layers.windows(4) is not all_layers.tables
+    with torch.inference_mode(), Launches() as found:
+        convolved = layer.convolve(mixed.mT, weight, None, "silu", packed=packed, kv_cache=kv).mT
+        heads = [x.unflatten(-1, (-1, 128)) for x in convolved.split([2048, 2048, 4096], -1)]
+        layer.delta_rule(*heads, gates, betas, packed=packed, kv_cache=kv)
+    assert found.num <= 4, found.by_name
 
 
 def test_counting_sees_a_launch_and_its_bytes() -> None:

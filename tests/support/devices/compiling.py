@@ -351,11 +351,15 @@ def drafting_calls(sm: int) -> None:
 
 def recurrent_calls(sm: int) -> None:
     """A tree in layers of Qwen3.5 9B and of a Mamba-2; on two kinds of GPU also float32, and wider keys."""
-    from eyas.kernels.cuda.recurrent import scan
+    from eyas.kernels.cuda.recurrent import convolve, scan
 
     tree = np.arange(64)
     segment = Segment(tree, tree, tree, tree[:0], np.tri(64, dtype=np.bool_), tree, states=StateStep(0, 1, stash=0))
     rows = RecurrentRows([segment], 3, META)
+    channels = StatePools({0: StateShape(0, 0, 0, 1, 8192, 4)}, StateSizes(3, 64), torch.bfloat16, META).layers[0]
+    for bias in (None, torch.zeros(8192, dtype=torch.bfloat16, device=META)):
+        weight = torch.zeros(8192, 4, dtype=torch.bfloat16, device=META)
+        convolve(torch.zeros(64, 8192, dtype=torch.bfloat16, device=META), weight, bias, channels, rows)
     layers = [(16, 32, 128, 128, True, torch.bfloat16), (8, 64, 128, 64, False, torch.bfloat16)]
     if sm in WHOLE:
         layers += [(*layer[:5], torch.float32) for layer in layers] + [(1, 24, 256, 64, False, torch.bfloat16)]
