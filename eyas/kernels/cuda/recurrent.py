@@ -2,8 +2,8 @@
 
 A program of the recurrence has some columns of values of one head in one segment. It writes the state before the segment's
 rows to where the pass writes it, with what the last tree left in the stash, and computes the rows in blocks. Behind each
-block of a prompt it moves that state on; a block of a tree reads the updates of earlier blocks, of which the program wrote
-its columns itself. `kernels.plain.recurrent` has the formulas. Queries and keys get length 1 by factors of their products.
+block of a prompt it moves that state on; a block of a tree reads the updates of earlier blocks: the program wrote their
+columns itself. `kernels.plain.recurrent` has the formulas. Queries and keys get length 1 by factors of their products.
 
 Products are float32 without tf32 and go over channels in parts, as all of their numbers do not fit into registers; sums of
 gates are float64.

@@ -45,7 +45,7 @@ class Layer:
         self.rows = RecurrentRows(segments, SCRATCH, DEVICE)
         count = sum(len(s.tokens) for s in segments)
         key_heads, heads, key, value = sizes
-        # As from a convolution: one row after another, of which queries, keys and values are parts.
+        # As from a convolution: queries, keys and values lie next to each other in a row.
         mixed = self._randn(count, 2 * key_heads * key + heads * value).to(dtype)
         parts = mixed.split([key_heads * key, key_heads * key, heads * value], -1)
         queries, keys, values = (x.unflatten(-1, (-1, width)) for x, width in zip(parts, (key, key, value), strict=True))
