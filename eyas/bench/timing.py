@@ -19,7 +19,6 @@ from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.bench.report import Spread
 from eyas.bench.results import DraftTime, Run, StageTimes, VerifyTime
 from eyas.bench.settings import Prompt, random_prompt
-from eyas.cache.kv_cache import KVCache
 from eyas.config import TreeConfig
 from eyas.drafters.base import NO_WORK, DraftContext, Drafter, DraftWork, LocalDrafter
 from eyas.engine.engine import Engine
@@ -276,7 +275,7 @@ def time_verify_steps(target: TargetModel, fuser: FeatureFuser | None, batch: in
     cached = min(CACHED_TOKENS, target.max_model_len - max(sizes) - 1)
     num_slots = cached + max(sizes)
     width = slot_width(fuser, target.device.type != "cpu")
-    kv_cache = KVCache(batch * num_slots, target.kv_shapes, width, target.dtype, target.device)
+    kv_cache = target.new_kv_cache(batch * num_slots, width)
     runner = ModelRunner(target, kv_cache, fuser)
     steps = [_verify_step(runner, batch, cached, num_slots, rows) for rows in sizes]
     found = zip(sizes, _in_turn(steps, target.device), strict=True)

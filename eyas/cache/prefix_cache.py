@@ -141,7 +141,7 @@ class PrefixCache:
     def __init__(self, num_slots: int, states: StateRows | None = None) -> None:
         self._allocator = SlotAllocator(num_slots)
         self.states = states
-        self._with_state: dict[Node, None] = {}
+        self._with_state: dict[Node, bool] = {}  # and whether it is one of a prompt's that others rarely go on from
         self.no_slots: Slots = np.zeros(0, dtype=np.int64)
         self.num_available = num_slots
         self.num_cached = 0
@@ -217,7 +217,8 @@ class PrefixCache:
         self._offer(prefix.node)
 
     def take_state(self, is_mark: bool = False) -> int:
-        """Return a row for a state, held once. If none is free, the least recently used state of the cache is forgotten.
+        """Return a row for a state, held once. If none is free, a state of the cache is forgotten: one `in_passing` before
+        others, the least recently used first.
 
         is_mark: whether it waits for `keep_state` in a sequence that has its two rows. Then START if there is no room.
         """
@@ -228,7 +229,7 @@ class PrefixCache:
             states.num_marked += 1
         if not states.num_free:
             spare = [node for node in self._with_state if not states.is_shared(node.state)]
-            self._forget_state(min(spare, key=lambda node: (node.holders > 0, node.used)))
+            self._forget_state(min(spare, key=lambda node: (node.holders > 0, not self._with_state[node], node.used)))
         return states.take()
 
     def release_mark(self, row: int) -> None:
@@ -236,8 +237,11 @@ class PrefixCache:
         self._state_rows.num_marked -= 1
         self._state_rows.release(row)
 
-    def keep_state(self, prefix: CachedPrefix, position: int, row: int) -> None:
-        """Give one hold of a row, with the state behind the first `position` tokens of a held prefix, to the cache."""
+    def keep_state(self, prefix: CachedPrefix, position: int, row: int, in_passing: bool = False) -> None:
+        """Give one hold of a row, with the state after the first `position` tokens of a held prefix, to the cache.
+
+        in_passing: whether it is only likely that another sequence goes on there.
+        """
         node, end = prefix.node, len(prefix.slots)
         while node.parent is not None and end - len(node.slots) >= position:
             end -= len(node.slots)
@@ -248,7 +252,7 @@ class PrefixCache:
         if position < end:
             node = self._split(node, len(node.slots) - (end - position))
         node.state = row
-        self._with_state[node] = None
+        self._with_state[node] = in_passing
 
     @property
     def _state_rows(self) -> StateRows:
@@ -279,11 +283,15 @@ class PrefixCache:
         numbers = itertools.count()
         latest = itertools.islice(reversed(self._roots.items()), limit)
         heap = [(-math.inf, next(numbers), root, BlockHasher(salt)) for salt, root in latest]
+        # With recurrent layers no sequence goes on after the last state.
+        useful = {above for node in self._with_state for above in node.path()}
         while heap and len(found) < limit:
             _, _, node, above = heapq.heappop(heap)
             hasher = above.copy()
             found += hasher.update(node.tokens[: (limit - len(found)) * BLOCK_TOKENS].tolist())
             for child in node.children.values():
+                if self.states is not None and child not in useful:
+                    continue
                 heapq.heappush(heap, (-math.inf if child.holders else -child.used, next(numbers), child, hasher))
         return found
 

@@ -97,21 +97,23 @@ class StatePlan(NamedTuple):
 
 
 def states_that_fit(
-    shapes: Mapping[int, StateShape], num_running: int, num_stashed: int, num_kept: int, dtype: torch.dtype, most: int
-) -> StatePlan:
-    """Return the pools that fit into `most` bytes.
+    shapes: Mapping[int, StateShape], num_running: int, num_kept: int, num_nodes: int, most_nodes: int, dtype: torch.dtype,
+    most: int,
+) -> StatePlan:  # fmt: skip
+    """Return the pools for as many sequences as fit into `most` bytes, for one at least.
 
     Args:
-        num_running: sequences that run at most, each with two rows.
-        num_kept: rows for states that are kept for later, at most.
-        most: bytes for all of it. With less, both numbers fall alike; two sequences' rows are never left out.
+        num_running: sequences at most, each with two rows.
+        num_kept: rows for each of them that keep a state for later.
+        num_nodes: of a sequence's tree; a step has `most_nodes` at most, and the stash those of two steps.
     """
     state, node = (sum(size(shape, dtype) for shape in shapes.values())
                    for size in (StateShape.state_bytes, StateShape.stash_bytes))  # fmt: skip
-    fixed = state * 2 + node * num_stashed  # the zero row and the scratch
-    spare = max((most - fixed) // state, 3)
-    wanted = 2 * num_running + num_kept
-    if spare < wanted:
-        num_running = max(1, num_running * spare // wanted)
-        wanted = spare
-    return StatePlan(StateSizes(1 + wanted, num_stashed), fixed + state * wanted, num_running)
+    plans = list[StatePlan]()
+    for running in range(1, num_running + 1):
+        sizes = StateSizes(1 + running * (2 + num_kept), 2 * min(running * num_nodes, most_nodes))
+        plan = StatePlan(sizes, state * (sizes.rows + 1) + node * sizes.stashed, running)  # with the scratch
+        if plans and plan.num_bytes > most:
+            break
+        plans.append(plan)
+    return plans[-1]

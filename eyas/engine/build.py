@@ -25,7 +25,7 @@ from eyas.engine.deterministic import BatchInvariantRunner
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner, slot_width
-from eyas.engine.scheduler import Scheduler, stash_rows
+from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.kernels.by_device import sampling_kernels
 from eyas.kernels.choice import tree_kernels
@@ -193,10 +193,10 @@ def _plan_states(target: TargetModel, engine: EngineConfig, tree: TreeConfig, re
     if not target.state_shapes:
         return StatePlan(NO_STATES, 0, most)
     free = int((free_memory(target.device) - reserved) * engine.gpu_memory_utilization)
-    # The nodes of the last step's trees have the other half of the stash.
-    stashed = 2 * stash_rows(engine, tree) if tree.num_draft_tokens > 1 else 0
-    kept = KEPT_STATES * most if engine.prefix_cache else 0
-    plan = states_that_fit(target.state_shapes, most, stashed, kept, target.dtype, free // 2)
+    nodes = tree.num_draft_tokens if tree.num_draft_tokens > 1 else 0
+    kept = KEPT_STATES if engine.prefix_cache else 0
+    limits = (kept, nodes, engine.max_verify_tokens)
+    plan = states_that_fit(target.state_shapes, most, *limits, target.dtype, free // 2)
     log.info("recurrent states: %d rows and %d nodes, %.2f GiB", *plan.sizes, plan.num_bytes / 2**30)
     if plan.num_running < most:
         log.warning("engine.max_num_seqs is %d, but there is memory for the recurrent states of %d", most, plan.num_running)
@@ -204,7 +204,11 @@ def _plan_states(target: TargetModel, engine: EngineConfig, tree: TreeConfig, re
 
 
 def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0, states: StateSizes = NO_STATES) -> KVCache:
-    with explain_out_of_memory(f"no memory for a KV cache of {num_slots} tokens", target.device, FOR_KV_CACHE):
+    what, lower = f"a KV cache of {num_slots} tokens", FOR_KV_CACHE
+    if states.rows:
+        what += f", {states.rows} recurrent states and {states.stashed} nodes of trees"
+        lower = f"lower engine.max_num_seqs or engine.max_verify_tokens, or {FOR_KV_CACHE}"
+    with explain_out_of_memory(f"no memory for {what}", target.device, lower):
         kv_cache = target.new_kv_cache(num_slots, feature_width, states)
     to_huge_pages([*kv_cache.keys, *kv_cache.values], collapse=False)
     return kv_cache

@@ -6,16 +6,17 @@ from eyas.cache.prefix_cache import CachedPrefix, PrefixCache
 from eyas.cache.states import NO_ROWS, START, StateStep
 from eyas.protocol.tree import Ints
 
-# Tokens between states that are kept of a prompt. A state takes as much memory as the KV of about as many tokens.
-MARK_EVERY = 1024
+# Tokens before the first state that is kept of a prompt in passing; the next ones are each twice as far. A state takes as
+# much memory as the KV of about as many tokens.
+FIRST_MARK = 1024
 
 
 class SequenceStates:
     """Rows of one running sequence: one has its state, the next pass writes to another one.
 
     Behind a tree the row has the state before its root, and `pending` what the accepted path adds to it. States inside a
-    prompt are marked for the prefix cache: before its last token, where its tokens leave a prefix that others have, and
-    each MARK_EVERY tokens.
+    prompt are marked for the prefix cache: before its last token, where its tokens leave a prefix that others have, and in
+    passing after FIRST_MARK tokens, twice as many, and so on.
 
     Args:
         prefix: what the sequence goes on behind.
@@ -34,12 +35,14 @@ class SequenceStates:
         self._branch = prefix.num_known
         self._marks_until = marks_until
         self._marks: dict[int, int] = {}  # rows by position
+        self._likely = set[int]()
 
     def prompt_step(self, first: int, count: int, prompt_length: int) -> StateStep:
         """Return the rows for tokens from position `first` on. All are sure to stay."""
         last = min(first + count, self._marks_until)
-        wanted = {self._branch, prompt_length - 1, *range(first - first % MARK_EVERY, last + 1, MARK_EVERY)}
-        for position in sorted(wanted):
+        self._likely = {prompt_length - 1, self._branch}
+        in_passing = [FIRST_MARK << doubling for doubling in range((last // FIRST_MARK).bit_length())]
+        for position in [*self._likely, *in_passing]:
             if first < position <= last and position not in self._marks and (row := self._cache.take_state(is_mark=True)):
                 self._marks[position] = row
         marks = tuple((at - first, row) for at, row in sorted(self._marks.items()) if first < at <= first + count)
@@ -65,7 +68,7 @@ class SequenceStates:
         """Give the marks inside a prefix of the sequence to the prefix cache."""
         for position in [at for at in self._marks if at <= len(prefix.slots)]:
             self._rows.num_marked -= 1
-            self._cache.keep_state(prefix, position, self._marks.pop(position))
+            self._cache.keep_state(prefix, position, self._marks.pop(position), position not in self._likely)
 
     def leave(self, prefix: CachedPrefix | None) -> None:
         """Give up all rows. The prefix cache gets the state, if it lies inside the prefix; None for a state of no use."""

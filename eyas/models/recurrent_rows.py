@@ -67,7 +67,7 @@ class ConvolutionWindows:
 
 
 class RecurrentRows:
-    """What recurrent layers need of a pass.
+    """Layout of a pass for recurrent layers.
 
     Attributes:
         read, write: rows of the pools [B].
@@ -79,7 +79,8 @@ class RecurrentRows:
     """
 
     def __init__(self, segments: Sequence[Segment], scratch: int, device: torch.device) -> None:
-        self._segments, self._device = segments, device
+        self._segments = segments
+        self._device = device
         self._steps = [segment.states or StateStep(START, scratch) for segment in segments]
         self._counts: Ints = np.array([len(segment.tokens) for segment in segments], np.int64)
         self._starts: Ints = self._counts.cumsum() - self._counts

@@ -39,7 +39,7 @@ from eyas.models.parallel.shards import (
 from eyas.models.supported import Architecture, inspect_architecture
 
 # States for checks.
-FEW_STATES = StateSizes(8, 64)
+FEW_STATES = StateSizes(4, 4)
 # What `forward` gives to attention through the model's layers.
 PASS_ARGUMENTS = ("packed", "kv_cache")
 

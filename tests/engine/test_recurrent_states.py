@@ -8,8 +8,8 @@ import torch
 
 from eyas.api.request import Request, SamplingParams
 from eyas.cache.prefix_cache import PrefixCache
-from eyas.cache.state_pools import StateShape, states_that_fit
-from eyas.cache.states import START, StateRows
+from eyas.cache.state_pools import StatePlan, StateShape, states_that_fit
+from eyas.cache.states import START, StateRows, StateSizes
 from eyas.drafters.base import Drafter
 from eyas.engine import recurrent_states
 from eyas.engine.build import assemble_engine
@@ -18,6 +18,7 @@ from eyas.engine.recurrent_states import SequenceStates
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
+from eyas.protocol.prefix_hash import block_hashes
 from tests.engine.test_equality import case_of
 from tests.models.test_families import TREE, generated
 from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
@@ -119,8 +120,8 @@ def test_a_conversation_goes_on_near_its_end(folder: str, target: TargetModel) -
     assert len(whole) - 6 < engine.scheduler.num_cached_tokens < len(whole)
 
 
-def test_long_prompts_have_states_at_intervals(folder: str, target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recurrent_states, "MARK_EVERY", 32)
+def test_long_prompts_keep_some_states_in_passing(folder: str, target: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recurrent_states, "FIRST_MARK", 32)
     engine = engine_of(target, max_num_seqs=1)
     check(folder, engine, requests(0, prompts=[LONG]))
     check(folder, engine, requests(1, prompts=[[*LONG[:50], 3, 3]]))
@@ -241,11 +242,59 @@ def rows_of(states: SequenceStates) -> int:
 
 def test_states_take_at_most_their_share_of_memory() -> None:
     shape = {0: StateShape(2, 8, 8, 1, 16, 4)}
-    state = shape[0].state_bytes(torch.float32)
-    sizes, used, running = states_that_fit(shape, 8, 0, 16, torch.float32, 1000 * state)
-    assert (sizes.rows, running, used) == (1 + 32, 8, 34 * state)
-    sizes, used, running = states_that_fit(shape, 8, 0, 16, torch.float32, 18 * state)
-    assert (sizes.rows, running) == (1 + 16, 4)
-    assert used <= 18 * state
-    sizes, _, running = states_that_fit(shape, 8, 0, 16, torch.float32, 0)
-    assert (sizes.rows, running) == (4, 1), "one sequence always runs"
+    state, node = shape[0].state_bytes(torch.float32), shape[0].stash_bytes(torch.float32)
+
+    def plan(most: int, nodes: int = 0) -> StatePlan:
+        return states_that_fit(shape, 8, 2, nodes, 20, torch.float32, most)
+
+    assert plan(1000 * state) == StatePlan(StateSizes(1 + 32, 0), 34 * state, 8)
+    assert plan(18 * state) == StatePlan(StateSizes(1 + 16, 0), 18 * state, 4)
+    assert plan(18 * state - 1).num_running == 3
+    assert plan(0).num_running == 1, "one sequence always runs"
+    assert plan(1000 * state, 8) == StatePlan(StateSizes(33, 40), 34 * state + 40 * node, 8), "two steps' nodes"
+    assert plan(6 * state + 16 * node, 8) == StatePlan(StateSizes(5, 16), 6 * state + 16 * node, 1)
+
+
+def test_a_long_prompt_does_not_push_others_out() -> None:
+    """What it keeps in passing goes first, and its last state has a row also where few are left for marks."""
+    cache = PrefixCache(4000, StateRows(1 + 2 + 3, 1))
+    first = SequenceStates(cache, cache.find(np.zeros(0, np.int64)), 3000)
+    step = first.prompt_step(0, 2500, 2500)
+    assert [after for after, _ in step.marks] == [1024, 2048, 2499]
+    first.advance(2500)
+    tokens = np.arange(2500)
+    prefix = cache.store(tokens, cache.take(2500), cache.find(tokens[:0]))
+    first.share(prefix)
+    first.leave(prefix)
+    cache.release(prefix, used=5.0)
+    for _ in range(3):
+        cache.take_state()
+    assert len(cache.find(tokens[:2499], to_resume=True).slots) == 2499, "both others are gone"
+
+
+def test_blocks_after_the_last_state_are_not_announced() -> None:
+    cache = PrefixCache(200, StateRows(5, 1))
+    tokens = np.arange(200)
+    prefix = cache.store(tokens, cache.take(200), cache.find(tokens[:0]))
+    assert cache.cached_blocks(9) == []
+    cache.keep_state(prefix, 100, cache.take_state())
+    assert cache.cached_blocks(9) == list(block_hashes(tokens[:64].tolist()))
+    assert len(cache.find(tokens, to_resume=True).slots) == 100
+
+
+def test_numbers_that_are_none_stay_in_their_request(target: TargetModel) -> None:
+    """The stash of a request holds NaN: another one's output is as before."""
+    asked = requests(prompts=[LONG, PROMPTS[1]])
+    engine = engine_of(target, KnowingDrafter({asked[0].id: [*LONG, *range(3, 40)], asked[1].id: []}, 48))
+    expected = outputs_of(run(engine_of(target), asked))[asked[1].id]
+    for request in asked:
+        engine.submit(request)
+    tokens = list[int]()
+    pools = engine.runner.kv_cache.recurrent
+    assert pools is not None
+    while engine.has_work:
+        for layer in pools.layers.values():
+            for tensor in (layer.keys, layer.updates, layer.sums, layer.inputs):
+                tensor.fill_(float("nan"))
+        tokens += [t for chunk in engine.step() if chunk.request_id == asked[1].id for t in chunk.token_ids]
+    assert tokens == expected

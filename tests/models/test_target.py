@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.cache.kv_cache import KVCache
-from eyas.cache.states import StateStep
+from eyas.cache.states import StateSizes, StateStep
 from eyas.device.transfer import Ints
 from eyas.errors import CheckpointError
 from eyas.models.inputs import Segment, pack
@@ -32,7 +32,7 @@ def run(target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> list
 
 
 def make_kv_cache(target: TargetModel, num_slots: int = 400) -> KVCache:
-    return target.new_kv_cache(num_slots)
+    return target.new_kv_cache(num_slots, states=StateSizes(8, 64))
 
 
 @torch.inference_mode()

@@ -188,7 +188,6 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": {**LATENT, "v_head_dim": 12},
 }  # fmt: skip
 
-# Every served family by model type.
 # Layers whose state branches with the tree, by model type: settings beside the tiny ones.
 _TYPES = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _DELTA = {**_TYPES, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
@@ -217,6 +216,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**_DELTA, **WIDE},
     "qwen3_next": {**_DELTA_EXPERTS, "decoder_sparse_step": 1},
 }  # fmt: skip
+# Every served family by model type.
 SERVED: dict[str, dict[str, Any]] = dict(FAMILIES.values()) | MORE_FAMILIES | HYBRIDS
 
 MROPE = rope("default", mrope_section=[1, 1, 2])

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from eyas.models.recurrent_rows import Pieces, RecurrentRows
 
 # Elements of a table of decays by channel, which are computed for some segments at a time.
-MOST_DECAYS = 1 << 26
+MOST_DECAYS = 1 << 23
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, pools: LayerStates, rows: RecurrentRows) -> Tensor:
@@ -39,7 +39,7 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, pools: LayerSt
         both = torch.cat([columns, pools.inputs[places]], 1)
         columns = both.gather(1, windows.columns[..., None].expand(-1, -1, both.shape[2]))
     source = torch.cat([columns.flatten(0, 1), inputs])
-    found = _window_sum(source, windows.rows, weight.T.to(inputs.dtype), bias)
+    found = _window_sum(source, windows.rows, weight.T, bias).to(inputs.dtype)
     pools.columns[rows.write] = source[windows.ends]
     if windows.marks is not None:
         ends, into = windows.marks
@@ -51,11 +51,16 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, pools: LayerSt
 
 
 def _window_sum(source: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the weighted sum of each row's window [R, C]: one column of windows [R, W] after another; weight [W, C]."""
-    found = source[windows[:, 0]] * weight[0]
+    """Return the weighted sum of each row's window, float32 [R, C]: one column of windows [R, W] after another.
+
+    Args:
+        weight: [W, C].
+    """
+    factors = weight.float()
+    found = source[windows[:, 0]].float() * factors[0]
     for column in range(1, windows.shape[1]):
-        found = found + source[windows[:, column]] * weight[column]
-    return found if bias is None else found + bias.to(found.dtype)
+        found = found + source[windows[:, column]].float() * factors[column]
+    return found if bias is None else found + bias.float()
 
 
 class _Computed(NamedTuple):
@@ -76,19 +81,20 @@ def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Te
     if rows.pending is not None:
         places, mask, last = rows.pending
         sums = pools.sums[places]
-        end = sums[torch.arange(len(sums), device=sums.device), last] * mask[:, 0].view(-1, *[1] * (sums.ndim - 2))
+        has_none = ~mask[:, 0].view(-1, *[1] * (sums.ndim - 2))
+        end = sums[torch.arange(len(sums), device=sums.device), last].masked_fill(has_none, 0.0)
         states = states_after(states, pools.keys[places], pools.updates[places], sums, end, mask)
     ready, like = _prepared(inputs), inputs.values
     out = torch.empty(like.shape, device=like.device)
-    stash = [torch.empty(len(like), *pool.shape[1:], device=like.device) for pool in (pools.keys, pools.updates, pools.sums)]
+    stashed = (pools.keys, pools.updates, pools.sums) if rows.stashed is not None else ()
+    stash = [torch.empty(len(like), *pool.shape[1:], device=like.device) for pool in stashed]
     for pieces in rows.waves:
         before = states[pieces.segments]
         found, keys, updates, sums = _compute(ready, pieces, before)
         filled = pieces.rows[pieces.is_row]
         out[filled] = found[pieces.is_row]
-        if rows.stashed is not None:
-            for part, own in zip(stash, (keys, updates, sums), strict=True):
-                part[filled] = own[pieces.is_row].float()
+        for part, own in zip(stash, (keys, updates, sums), strict=False):  # nothing without a stash
+            part[filled] = own[pieces.is_row].float()
         end = sums[torch.arange(len(sums), device=sums.device), pieces.last] * _any(pieces.kept, sums)
         after = states_after(before, keys, updates, sums, end, pieces.kept)
         states[pieces.segments] = after
@@ -98,7 +104,7 @@ def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Te
     pools.states[rows.write] = states
     if rows.stashed is not None:
         nodes, places = rows.stashed
-        for pool, part in zip((pools.keys, pools.updates, pools.sums), stash, strict=True):
+        for pool, part in zip(stashed, stash, strict=True):
             pool[places] = part[nodes]
     return out
 
@@ -173,6 +179,9 @@ def states_after(states: Tensor, keys: Tensor, updates: Tensor, sums: Tensor, la
         path: whether a row belongs to it, [B, N]. With none of them and a `last` of 0, states stay.
     """
     left = (last[:, None] - sums).masked_fill(~path.view(*path.shape, *[1] * (sums.ndim - 2)), float("-inf")).exp().float()
+    # Rows beside the path may be another sequence's: nothing of them counts, not even a NaN.
+    outside = ~path[:, :, None, None]
+    keys, updates = keys.masked_fill(outside, 0.0), updates.masked_fill(outside, 0.0)
     weighted = (keys * (left if left.ndim == keys.ndim else left[..., None])).permute(0, 2, 3, 1)
     kept = last.exp().float()
     return states * (kept[..., None] if kept.ndim == 3 else kept[..., None, None]) + weighted @ updates.transpose(1, 2)
