@@ -101,7 +101,8 @@ def inspect_architecture(config: Any) -> Architecture:
     Raises CheckpointError for an architecture that is not supported: with the layers, the reason, and what Eyas would need.
     """
     config = text_part(config)
-    name, num_layers = config.model_type, config.get_text_config().num_hidden_layers
+    name = config.model_type
+    num_layers = config.get_text_config().num_hidden_layers
     _check_architecture(config)
     with explained(f"{name} does not work with packed rows over token slots"):
         try:
@@ -165,7 +166,8 @@ def _layers(layers: Sequence[int]) -> str:
 
 
 def _check_architecture(config: Any) -> None:
-    name, text = config.model_type, config.get_text_config()
+    name = config.model_type
+    text = config.get_text_config()
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         raise CheckpointError(f"{name} is an encoder-decoder or cross-attends; Eyas serves decoder-only models")
     types = _layer_types(config)

@@ -18,12 +18,14 @@ from eyas.engine.recurrent_states import SequenceStates
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
+from tests.engine.test_equality import case_of
 from tests.models.test_families import TREE, generated
 from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
+from tests.support.methods import KINDS_OF_DRAFTS
 from tests.support.runs import outputs_of, run, stats_of
-from tests.support.tiny import fixed_config
+from tests.support.tiny import fixed_config, shared_target
 
 RNG = np.random.default_rng(1)
 LONG = RNG.integers(3, 48, 90).tolist()
@@ -72,6 +74,27 @@ def test_drafted_output_is_plain_output(temperature: float, target: TargetModel)
     asked = requests(temperature=temperature)
     plain, drafted = (outputs_of(run(engine_of(target, d), asked)) for d in (None, RandomDrafter(48)))
     assert drafted == plain
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A target with as many layers as heads of `tiny_head` read."""
+    types = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
+    settings = HYBRIDS["qwen3_5_text"] | {"num_hidden_layers": 4, "layer_types": types, "head_dim": 8}
+    return write_model(tmp_path_factory.mktemp("deep"), config_of("qwen3_5_text", **settings))
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS_OF_DRAFTS if not name.startswith("mtp")])
+def test_every_method_drafts_for_a_recurrent_target(name: str, deep: str, tiny_head: str) -> None:
+    """Modules of such targets have tests of their own."""
+    case = case_of(name, deep, tiny_head)
+    fuser = case.fuser()
+    target = shared_target(deep, fuser.aux_hidden_state_layers if fuser else ())
+    config = fixed_config(max_kv_tokens=512, max_prefill_tokens=16, max_num_seqs=4)
+    asked = [*requests(0, prompts=PROMPTS[:3]), *requests(1, 0.8, PROMPTS[:3])]
+    chunks = run(assemble_engine(target, fuser, config, TREE, case.drafter(TREE)), asked)
+    assert outputs_of(chunks) == outputs_of(run(assemble_engine(target, None, config, TREE, None), asked))
+    assert stats_of(chunks).num_drafted, "it drafts"
 
 
 def test_prompts_go_on_behind_cached_states(folder: str, target: TargetModel) -> None:
@@ -130,7 +153,8 @@ def test_a_step_in_halves_gives_the_same(folder: str, target: TargetModel, monke
     """Passes that write states and then fail leave nothing behind."""
     asked = requests()
     engine = engine_of(target, knowing(folder, asked))
-    forward, failed = engine.runner.forward, list[int]()
+    forward = engine.runner.forward
+    failed = list[int]()
 
     def limited(segments: Sequence[Segment]) -> object:
         found = forward(segments)

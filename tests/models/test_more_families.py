@@ -61,7 +61,8 @@ def tree_segment(visible: Any = None) -> Segment:
     count = len(NODES)
     mask = NODES.ancestor_mask() if visible is None else visible
     depths = len(PREFIX) + np.array(NODES.depths)
-    rows, states = np.arange(count), StateStep(2, 3, stash=5)
+    rows = np.arange(count)
+    states = StateStep(2, 3, stash=5)
     return Segment(np.array(NODES.tokens), depths, SLOTS[60 : 60 + count], SLOTS[: len(PREFIX)], mask, rows, states=states)
 
 

@@ -364,11 +364,8 @@ def attend(
                 _copy_padded(value_places, width, value_copies)
             for start in range(0, num_rows, ROWS_AT_A_TIME):
                 taken = min(ROWS_AT_A_TIME, num_rows - start)
-                for r in range(taken):
-                    for g in range(group):
-                        for d in range(width):
-                            # Query heads of one key-value head side by side.
-                            queries[r * group + g, d] = own[start + r, j * group + g, d]
+                for r in range(taken):  # query heads of one key-value head side by side
+                    queries[r * group : (r + 1) * group, :width] = own[start + r, j * group : (j + 1) * group]
                 num = taken * group
                 if causal[b]:
                     _attend_causally(
@@ -382,9 +379,7 @@ def attend(
                         scaling, softcap, found[:num],
                     )  # fmt: skip
                 for r in range(taken):
-                    for g in range(group):
-                        for d in range(width):
-                            out[first_row + start + r, j * group + g, d] = found[r * group + g, d]
+                    out[first_row + start + r, j * group : (j + 1) * group] = found[r * group : (r + 1) * group, :width]
         first_mask += num_rows * num_named
         first_prefix = prefix_ends[b]
 

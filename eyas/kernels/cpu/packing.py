@@ -90,7 +90,8 @@ def narrow_groups(weight, is_exact, out, scales):
             start = group * GROUP_INPUTS
             for output in range(min(BLOCK_OUTPUTS, num_outputs - block * BLOCK_OUTPUTS)):
                 row = weight[block * BLOCK_OUTPUTS + output]
-                numbers, scale = row[start : start + GROUP_INPUTS], np.float32(0.0)
+                numbers = row[start : start + GROUP_INPUTS]
+                scale = np.float32(0.0)
                 largest = _largest(numbers)
                 if is_exact and largest > 0:
                     around = start // FORMAT_INPUTS * FORMAT_INPUTS

@@ -7,7 +7,7 @@ tree whose rows are all one path. The difference of two sums is taken before its
 sums are float64, as such differences lose digits: float32 costs 40 times the error of all else over 64 rows.
 
 Legend: B segments, N rows of the longest, H heads, K and V widths of keys and values. Rows come after their ancestors;
-`seen` [B, N, N] tells which rows lie on the path to a row, itself included. Padding rows have k, d and g of 0.
+`seen` [B, N, N] says which rows lie on the path to a row, itself included. Padding rows have k, d and g of 0.
 """
 
 from __future__ import annotations

@@ -446,7 +446,8 @@ def _in_groups(weight: Tensor, is_exact: bool) -> Tensor | None:
     """Return a float weight [N, K] as blocks of 8-bit integers with scales. None if that changes a number and must not."""
     from eyas.kernels.cpu.packing import narrow_groups
 
-    (num_outputs, num_inputs), group_rows = weight.shape, GROUP_INPUTS + SCALE_INPUTS
+    num_outputs, num_inputs = weight.shape
+    group_rows = GROUP_INPUTS + SCALE_INPUTS
     num_blocks, num_groups = -(-num_outputs // BLOCK_OUTPUTS), -(-num_inputs // GROUP_INPUTS)
     layout = torch.empty(num_blocks, num_groups, group_rows, BLOCK_OUTPUTS, dtype=torch.int8)
     to_huge_pages([layout], collapse=False)

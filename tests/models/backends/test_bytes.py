@@ -64,7 +64,8 @@ def unpacked(kind: str, sizes: tuple[int, int]) -> torch.Tensor:
 def test_unpacked_weights_take_a_byte_and_keep_every_bit(kind: str, sizes: tuple[int, int]) -> None:
     torch.manual_seed(0)
     weight = unpacked(kind, sizes)
-    product, rows = PackedProduct(weight), torch.randn(20, sizes[1])
+    product = PackedProduct(weight)
+    rows = torch.randn(20, sizes[1])
     assert product.weight.stored == BYTES
     assert torch.equal(product.weight.dense, weight)
     expected = PackedProduct(weight)

@@ -23,7 +23,9 @@ from tests.support.tiny import fixed_config
 
 
 def test_states_survive_the_wire() -> None:
-    rng, encoder, decoder = np.random.default_rng(0), CommandEncoder(), CommandDecoder()
+    rng = np.random.default_rng(0)
+    encoder = CommandEncoder()
+    decoder = CommandDecoder()
     assert decoder.decode(encoder.encode(InitKVCache(9, PLAN, StateSizes(7, 32)))) == InitKVCache(9, PLAN, StateSizes(7, 32))
     steps = [
         StateStep(0, 1),
