@@ -271,3 +271,51 @@ class NormWeight(NamedTuple):
     weight: Tensor
     eps: float
     adds_one: bool = False
+
+
+class RecurrentInputs(NamedTuple):
+    """Rows of a recurrent layer, in any float type.
+
+    Attributes:
+        queries, keys: [R, J, K], each for H / J heads of values.
+        values: [R, H, V].
+        gates: logarithms of decays [R, H], or [R, H, K] with one for each channel of keys.
+        betas: factors of what a row adds [R, H].
+        is_delta: whether that follows the gated delta rule, which takes queries and keys of length 1; else it is
+            beta_i k_i v_i, as in Mamba-2 (arXiv 2405.21060) with its steps as betas.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    gates: Tensor
+    betas: Tensor
+    is_delta: bool
+
+
+# Added to the square of a key's length before its root.
+LENGTH_EPSILON = 1e-6
+# Rows that a program of the recurrent kernel computes at once, at most; and the words that say what it computes.
+BLOCK_ROWS = 16
+SEGMENT_WORDS, BLOCK_WORDS = 11, 3
+
+
+class ScanTables(NamedTuple):
+    """Rows of a pass as the recurrent kernel reads them, int64.
+
+    Attributes:
+        segments: SEGMENT_WORDS for each: its first block and the one behind its last; its first row and its number of rows;
+            rows of the pools to read and to write; its first word in `pending` and how many it has; the row of the stash
+            for its first row or -1; its first cell in `visible`, or -1 for a chain; and 1 if its state stays before it.
+        blocks: BLOCK_WORDS for each: its first row, the row behind its last, and the row of the pools for the state behind
+            it or -1.
+        pending: rows of the stash.
+        visible: masks of trees [n, n], one after the other, bool.
+        num_spare: segments without a sequence, which write to states of their own: -1 is the row of the first.
+    """
+
+    segments: Tensor
+    blocks: Tensor
+    pending: Tensor
+    visible: Tensor
+    num_spare: int

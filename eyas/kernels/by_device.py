@@ -23,12 +23,15 @@ from eyas.kernels.arguments import (
     ProbsFunction,
     Projected,
     Ranked,
+    RecurrentInputs,
     Scale,
 )
 from eyas.kernels.plain import layers as plain_layers
 
 if TYPE_CHECKING:
+    from eyas.cache.state_pools import LayerStates
     from eyas.models.layers.norms import HeadLayout, RMSNorm
+    from eyas.models.recurrent_rows import RecurrentRows
 
 # Scores of a row up to which sorting is faster than selection.
 MAX_SORTED = 256
@@ -249,3 +252,22 @@ def fused_kernels(rows: Tensor, has_attention: bool) -> LayerKernels:
     from eyas.kernels.cuda import layers as compiled
 
     return compiled
+
+
+class RecurrentKernels(Protocol):
+    """Kernels of recurrent layers. `kernels.plain.recurrent` says what each of them does."""
+
+    def scan(self, inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Tensor: ...
+
+
+def recurrent_kernels(has_attention: bool, has_channel_gates: bool) -> RecurrentKernels:
+    """Return the kernels for rows of a recurrent layer: Triton's where attention has its own, but plain ones for gates of
+    channels.
+    """
+    if has_attention and not has_channel_gates:
+        from eyas.kernels.cuda import recurrent as compiled
+
+        return compiled
+    from eyas.kernels.plain import recurrent as plain
+
+    return plain

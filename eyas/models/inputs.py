@@ -176,7 +176,7 @@ class PackedInputs:
         groups: what the plain attention reads.
         metadata: what the attention kernel reads instead of groups; rows and logits_indices may then be padded at the end.
         attend: replaces `attention.attend`.
-        segments: what was packed, for kernels of the CPU.
+        segments: what was packed, for kernels of the CPU and for recurrent layers.
     """
 
     tokens: Tensor

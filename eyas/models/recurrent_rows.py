@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch import Tensor
 
 from eyas.cache.states import START, StateStep
 from eyas.device.transfer import Bools, Ints, upload
+from eyas.kernels.arguments import BLOCK_ROWS, NO_MASK, ScanTables
 
 if TYPE_CHECKING:
     from eyas.models.inputs import Segment
@@ -70,7 +73,6 @@ class RecurrentRows:
         read, write: rows of the pools [B].
         pending: rows of the stash to add to what is read [B, most], its mask, and the last of each segment; None for none.
         stashed: packed rows of tree nodes, and their rows of the stash; None for none.
-        waves: pieces in the order in which they must be computed.
 
     Args:
         scratch: row of the pools for segments without a StateStep, which begin at zero.
@@ -88,7 +90,6 @@ class RecurrentRows:
         self.write = self._upload([step.write for step in self._steps])
         self.pending = self._pending()
         self.stashed = self._stashed()
-        self.waves = list(self._waves())
 
     def windows(self, width: int) -> ConvolutionWindows:
         """Return where convolutions of this width in tokens look."""
@@ -142,9 +143,10 @@ class RecurrentRows:
         latest = pending[:, None] + np.arange(past)
         return ConvolutionWindows(self._upload(latest), self._upload(seen), self._upload(ends), kept)
 
-    def _waves(self) -> list[Pieces]:
+    @cached_property
+    def waves(self) -> list[Pieces]:
         """Cut prompts into pieces. The n-th pieces of all segments are computed together, those of similar size at once."""
-        cuts = [_cuts(count, step, is_tree) for count, step, is_tree in
+        cuts = [_cuts(count, step, count if is_tree else PIECE_ROWS) for count, step, is_tree in
                 zip(self._counts.tolist(), self._steps, self._is_tree, strict=True)]  # fmt: skip
         waves = list[Pieces]()
         for number in range(max(map(len, cuts)) - 1):
@@ -155,6 +157,35 @@ class RecurrentRows:
                     buckets.setdefault((end - start - 1).bit_length() // 2, []).append((index, start, end))
             waves += [self._pieces(bucket) for bucket in buckets.values()]
         return waves
+
+    @cached_property
+    def tables(self) -> ScanTables:
+        """Return the same rows as the recurrent kernel reads them."""
+        segments, blocks, pending = list[int](), list[int](), list[int]()
+        masks = [NO_MASK]
+        num_blocks = num_cells = num_spare = 0
+        fields = zip(self._segments, self._steps, self._starts.tolist(), self._counts.tolist(), self._is_tree, strict=True)
+        for segment, step, start, count, is_tree in fields:
+            cuts = _cuts(count, step, BLOCK_ROWS)
+            marks = dict(step.marks)
+            for first, end in pairwise(cuts):
+                blocks += [start + first, start + end, marks.get(end, -1)]
+            visible = segment.visible if is_tree else None
+            num_spare += segment.states is None
+            write = -num_spare if segment.states is None else step.write
+            segments += [num_blocks, num_blocks + len(cuts) - 1, start, count, step.read, write, len(pending)]
+            segments += [len(step.pending), step.stash, -1 if visible is None else num_cells, int(is_tree)]
+            pending += step.pending.tolist()
+            num_blocks += len(cuts) - 1
+            if visible is not None:
+                masks.append(visible.ravel())
+                num_cells += visible.size
+        words = self._upload(segments + blocks + pending)
+        ends = len(segments), len(segments) + len(blocks)
+        return ScanTables(
+            words[: ends[0]], words[ends[0] : ends[1]], words[ends[1] :], upload(np.concatenate(masks), self._device),
+            num_spare,
+        )  # fmt: skip
 
     def _pieces(self, bucket: Sequence[tuple[int, int, int]]) -> Pieces:
         counts = np.array([end - start for _, start, end in bucket])
@@ -205,8 +236,6 @@ def _parents(segment: Segment, start: int) -> Ints:
     return np.where(found < 0, -1, found + start)
 
 
-def _cuts(count: int, step: StateStep, is_tree: bool) -> list[int]:
-    """Return where the pieces of a segment begin and end."""
-    if is_tree:
-        return [0, count]
-    return sorted({*range(0, count, PIECE_ROWS), *(after for after, _ in step.marks), count})
+def _cuts(count: int, step: StateStep, most: int) -> list[int]:
+    """Return where the pieces of a segment begin and end. most: rows of one."""
+    return sorted({*range(0, count, most), *(after for after, _ in step.marks), count})

@@ -15,6 +15,9 @@ from eyas.drafters.draft_model import ModelDrafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError
 from eyas.models import recurrent_rows
+from eyas.models.backends.attention_metadata import Tiling
+from eyas.models.backends.base import ForwardBackend
+from eyas.models.backends.cuda import KernelBackend, check_kernels, why_no_kernel
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
@@ -48,8 +51,8 @@ def target(folder: str) -> TargetModel:
 class Turns:
     """A sequence whose passes take turns between two rows of the pools, and between the halves of the stash."""
 
-    def __init__(self, target: TargetModel, tokens: Sequence[int]) -> None:
-        self.target = target
+    def __init__(self, target: TargetModel, tokens: Sequence[int], backend: ForwardBackend | None = None) -> None:
+        self.backend = backend or target
         self.tokens = list(tokens)
         self.kv_cache = make_kv_cache(target)
         self.slots: Ints = SLOTS[:0]
@@ -64,7 +67,7 @@ class Turns:
         own = SLOTS[start : start + count]
         prefix = self.slots
         step = self._step(-1)._replace(marks=marks)
-        (logits,) = run(self.target, [segment(self.tokens[start : start + count], start, own, prefix, step)], self.kv_cache)
+        (logits,) = self.run([segment(self.tokens[start : start + count], start, own, prefix, step)])
         self.slots = np.concatenate([prefix, own])
         self.pending = NO_ROWS
         return logits
@@ -76,11 +79,16 @@ class Turns:
         self.stash = 8 - self.stash
         rows = np.arange(len(NODES))
         fields = (np.array(NODES.tokens), start + np.array(NODES.depths), own, self.slots, NODES.ancestor_mask(), rows)
-        (logits,) = run(self.target, [Segment(*fields, states=self._step(self.stash))], self.kv_cache)
+        (logits,) = self.run([Segment(*fields, states=self._step(self.stash))])
         self.slots = np.concatenate([self.slots, own[list(path)]])
         self.tokens += [NODES.tokens[node] for node in path]
         self.pending = self.stash + np.array(path)
         return logits
+
+    def run(self, segments: list[Segment]) -> list[torch.Tensor]:
+        """Logits of each segment."""
+        logits = self.backend.forward(self.backend.pack(segments), self.kv_cache).logits
+        return list(logits.split([len(s.logits_indices) for s in segments]))
 
     def _step(self, stash: int) -> StateStep:
         read = self.row
@@ -135,6 +143,28 @@ def test_a_pass_can_be_run_again(target: TargetModel, folder: str) -> None:
     sequence.row, sequence.pending, sequence.slots, sequence.tokens = row, pending, slots, tokens
     sequence.stash = 8 - sequence.stash
     torch.testing.assert_close(sequence.tree((0,)), first, atol=0, rtol=0)
+
+
+def test_passes_of_kernels_equal_plain_ones(target: TargetModel) -> None:
+    """Prompts, marks, trees behind trees, and lone roots; also beside another sequence."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    if reason := why_no_kernel(target):
+        assert "latent attention" in reason
+        return
+    tiling = Tiling(target.heads_per_kv, target.num_kv_heads, 4)
+    kernels = KernelBackend(target, tiling, 400)
+    check_kernels(kernels)
+    found = list[torch.Tensor]()
+    for backend in (target, kernels):
+        sequence = Turns(target, PROMPT, backend)
+        logits = [sequence.prompt(70, marks=((40, 5),)), sequence.prompt(9)]
+        logits += [sequence.tree(path) for path in (NODES.path(5), (0,), NODES.path(6))]
+        slots = SLOTS[:40], SLOTS[90:123], SLOTS[140:145]
+        after_mark = segment(PROMPT[40:73], 40, slots[1], slots[0], StateStep(5, 6))
+        logits += sequence.run([after_mark, segment([5, 9, 5, 7, 3], 40, slots[2], slots[0], StateStep(5, 7))])
+        found.append(torch.cat(logits))
+    torch.testing.assert_close(found[1], found[0], atol=1e-4, rtol=1e-4)
+    assert not torch.equal(found[1], found[0]), "both passes were plain"
 
 
 def wrong_parent(monkeypatch: pytest.MonkeyPatch, sequence: Turns) -> None:

@@ -12,11 +12,64 @@ Legend: B segments, N rows of the longest, H heads, K and V widths of keys and v
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
 
+from eyas.kernels.arguments import LENGTH_EPSILON, RecurrentInputs
+
+if TYPE_CHECKING:
+    from eyas.cache.state_pools import LayerStates
+    from eyas.models.recurrent_rows import Pieces, RecurrentRows
+
 # Elements of a table of decays by channel, which are computed for some segments at a time.
 MOST_DECAYS = 1 << 26
+
+
+class _Computed(NamedTuple):
+    """Outputs of pieces [B, Q, H, V], and what their rows add to a state, see `delta_updates`."""
+
+    outputs: Tensor
+    keys: Tensor
+    updates: Tensor
+    sums: Tensor
+
+
+def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Tensor:
+    """Return what the rows of a pass read from their states, float32 [R, H, V]. States and stash are written.
+
+    A pass writes to no row that it reads, of the pools or of the stash.
+    """
+    states = pools.states[rows.read]
+    if rows.pending is not None:
+        places, mask, last = rows.pending
+        sums = pools.sums[places]
+        end = sums[torch.arange(len(sums), device=sums.device), last] * mask[:, 0].view(-1, *[1] * (sums.ndim - 2))
+        states = states_after(states, pools.keys[places], pools.updates[places], sums, end, mask)
+    ready, like = _prepared(inputs), inputs.values
+    out = torch.empty(like.shape, device=like.device)
+    stash = [torch.empty(len(like), *pool.shape[1:], device=like.device) for pool in (pools.keys, pools.updates, pools.sums)]
+    for pieces in rows.waves:
+        before = states[pieces.segments]
+        found, keys, updates, sums = _compute(ready, pieces, before)
+        filled = pieces.rows[pieces.is_row]
+        out[filled] = found[pieces.is_row]
+        if rows.stashed is not None:
+            for part, own in zip(stash, (keys, updates, sums), strict=True):
+                part[filled] = own[pieces.is_row].float()
+        end = sums[torch.arange(len(sums), device=sums.device), pieces.last] * _any(pieces.kept, sums)
+        after = states_after(before, keys, updates, sums, end, pieces.kept)
+        states[pieces.segments] = after
+        if pieces.marked is not None:
+            which, into = pieces.marked
+            pools.states[into] = after[which]
+    pools.states[rows.write] = states
+    if rows.stashed is not None:
+        nodes, places = rows.stashed
+        for pool, part in zip((pools.keys, pools.updates, pools.sums), stash, strict=True):
+            pool[places] = part[nodes]
+    return out
 
 
 def path_sums(gates: Tensor, seen: Tensor) -> Tensor:
@@ -98,3 +151,41 @@ def _factors(sums: Tensor) -> Tensor:
     """Return exp(G) for keys [B, N, H, K], whose channels may share it."""
     factors = sums.exp().float()
     return factors if sums.ndim == 4 else factors[..., None]
+
+
+def _prepared(inputs: RecurrentInputs) -> RecurrentInputs:
+    """Return float32 inputs with queries and keys for each head of values."""
+    queries, keys, values, gates, betas, is_delta = inputs
+    if is_delta:
+        queries, keys = (_of_length_1(x) for x in (queries, keys))
+        queries = queries * queries.shape[-1] ** -0.5
+    shared = values.shape[1] // keys.shape[1]
+    queries, keys = (x.float().repeat_interleave(shared, 1) for x in (queries, keys))
+    return RecurrentInputs(queries, keys, values.float(), gates.float(), betas.float(), is_delta)
+
+
+def _compute(inputs: RecurrentInputs, pieces: Pieces, states: Tensor) -> _Computed:
+    """Return outputs, keys, updates and sums of pieces, given the states before them [B, H, K, V]."""
+    queries, keys, values, gates, betas = (_of(x, pieces) for x in inputs[:5])
+    sums = path_sums(gates, pieces.seen)
+    updates = values * betas[..., None]
+    if inputs.is_delta:
+        updates = delta_updates(keys, values, betas, sums, pieces.seen, states)
+    return _Computed(outputs(queries, keys, updates, sums, pieces.seen, states), keys, updates, sums)
+
+
+def _any(mask: Tensor, like: Tensor) -> Tensor:
+    """Return whether any cell of each piece is set [B, *], as many dimensions as a sum of `like` [B, N, *]."""
+    return mask.any(1).view(-1, *[1] * (like.ndim - 2))
+
+
+def _of(rows: Tensor, pieces: Pieces) -> Tensor:
+    """Return packed rows [R, *] in the cells of pieces [B, Q, *]; padding is zero."""
+    found = rows[pieces.rows]
+    return found * pieces.is_row.view(*pieces.is_row.shape, *[1] * (rows.ndim - 1))
+
+
+def _of_length_1(x: Tensor) -> Tensor:
+    """Return vectors of length 1 in float32."""
+    x = x.float()
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON)

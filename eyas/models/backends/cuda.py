@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from eyas.cache.kv_cache import KVCache, SlotMemory
+from eyas.cache.states import START, StateStep
 from eyas.config import EngineConfig, TreeConfig
 from eyas.device.host import has_triton
 from eyas.errors import ConfigError
@@ -60,7 +61,9 @@ def plan_backend(target: TargetModel, engine: EngineConfig, tree: TreeConfig, ma
     if reason:
         log.warning("%s: attention runs without the kernel and without CUDA graphs", reason)
         return BackendPlan(BackendKind.PLAIN, limits, kv_cache_dtype=engine.kv_cache_dtype)
-    kind = BackendKind.GRAPHS if engine.cuda_graphs else BackendKind.KERNEL
+    if engine.cuda_graphs and target.state_shapes:
+        log.info("recurrent layers run without CUDA graphs")
+    kind = BackendKind.GRAPHS if engine.cuda_graphs and not target.state_shapes else BackendKind.KERNEL
     return BackendPlan(kind, limits, engine.deterministic, engine.kv_cache_dtype)
 
 
@@ -94,7 +97,7 @@ def build_backend(
 
 
 def check_kernels(launched: KernelBackend) -> None:
-    """Compare a small tree behind a small prompt, computed by the kernels, with the plain pass.
+    """Compare a small tree behind a small prompt, and the next token, computed by the kernels, with plain passes.
 
     Raises ConfigError on all ranks if the logits of one differ by more than rounding. Experts are not checked: rounding may
     choose others.
@@ -105,12 +108,17 @@ def check_kernels(launched: KernelBackend) -> None:
         return
     rows, none = np.arange(4), np.zeros(0, dtype=np.int64)
     parents = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=np.bool_)
-    prompt = Segment(rows + 1, rows, rows, none, None, rows[-1:])
-    tree = Segment(rows + 2, 4 + np.array([0, 1, 1, 2]), rows + 4, rows, parents, rows)
-    kv_caches = [target.new_kv_cache(8) for _ in ways]
-    for segment in (prompt, tree):
-        found = [way.forward(way.pack([segment]), kv).logits for way, kv in zip(ways, kv_caches, strict=True)]
-    plain, ours = found
+    prompt = Segment(rows + 1, rows, rows, none, None, rows[-1:], states=StateStep(START, 1))
+    states = StateStep(1, 2, stash=0)
+    tree = Segment(rows + 2, 4 + np.array([0, 1, 1, 2]), rows + 4, rows, parents, rows, states=states)
+    path = np.array([0, 1, 3])  # of the tree, to its deepest node
+    states = StateStep(2, 3, pending=path)
+    token = Segment(rows[:1], 7 + rows[:1], 8 + rows[:1], np.append(rows, 4 + path), None, rows[:1], states=states)
+    kv_caches = [target.new_kv_cache(9) for _ in ways]
+    plain, ours = (
+        torch.cat([way.forward(way.pack([segment]), kv).logits for segment in (prompt, tree, token)])
+        for way, kv in zip(ways, kv_caches, strict=True)
+    )
     is_exact = target.dtype == torch.float32 and target.kv_dtype is None  # a rounding may change a bit of 8
     tolerance = (1e-3 if is_exact else 0.1) * float(plain.abs().max())
     error = float((ours - plain).abs().max())
@@ -177,12 +185,10 @@ def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_k
 
 def why_no_kernel(target: TargetModel) -> str:
     """Return why the kernel cannot serve a target; empty if it can."""
-    if target.state_shapes:
-        return "it has recurrent layers, which graphs do not hold"
     if any(shape.is_latent for shape in target.kv_shapes):
         return "it has latent attention, which the kernel does not know"
     num_heads = target.heads_per_kv * target.num_kv_heads
-    layouts = {(shape.width, num_heads // shape.num_heads) for shape in target.kv_shapes}
+    layouts = {(shape.width, num_heads // shape.num_heads) for shape in target.kv_shapes if shape.num_heads}
     return next(filter(None, (why_no_kernel_for(*layout, target.dtype) for layout in sorted(layouts))), "")
 
 
@@ -220,7 +226,8 @@ class KernelBackend:
         """Return segments without padding."""
         runs = shared_runs(segments, self.tiling)
         shape = tight_shape(segments, self.tiling, runs)
-        return pack_with_metadata(segments, shape, self.scratch, self.target.device, runs, memory=self.memory)
+        packed = pack_with_metadata(segments, shape, self.scratch, self.target.device, runs, memory=self.memory)
+        return replace(packed, segments=tuple(segments)) if self.target.state_shapes else packed
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """Run TargetModel.forward, but hidden states may end with padding rows."""

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.state_pools import LayerStates, StateShape
-from eyas.kernels.plain import recurrent
+from eyas.kernels.arguments import RecurrentInputs
+from eyas.kernels.by_device import recurrent_kernels
 from eyas.models.inputs import PackedInputs
-from eyas.models.recurrent_rows import Pieces, RecurrentRows
+from eyas.models.recurrent_rows import RecurrentRows
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
@@ -30,8 +31,6 @@ MAMBA_2 = "mamba2_chunk_scan"
 REPLACED = (CONVOLUTION, *DELTA_RULES, MAMBA_2)
 # What a mixer with a recurrence, not a convolution alone, calls of transformers' cache.
 KEEPS_STATE = "update_recurrent_state"
-# Added to the square of a key's length before its root.
-LENGTH_EPSILON = 1e-6
 
 
 class RecurrentFunctions:
@@ -76,18 +75,8 @@ class RecurrentFunctions:
         kv_cache: KVCache, **_: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         """Return the outputs [1, R, H, V] of the gated delta rule; g holds gates of heads, or of channels of keys."""
-        heads = value.shape[2]
-        q, k = (_of_length_1(x[0]).repeat_interleave(heads // x.shape[2], 1) for x in (query, key))
-        v, gates, betas = value[0].float(), g[0].float(), beta[0].float()
-        pools, rows = _states(kv_cache, packed, self.layer)
-
-        def compute(pieces: Pieces, states: Tensor) -> _Computed:
-            keys, values, sums = _of(k, pieces), _of(v, pieces), recurrent.path_sums(_of(gates, pieces), pieces.seen)
-            updates = recurrent.delta_updates(keys, values, _of(betas, pieces), sums, pieces.seen, states)
-            found = recurrent.outputs(_of(q, pieces) * q.shape[-1] ** -0.5, keys, updates, sums, pieces.seen, states)
-            return found, keys, updates, sums
-
-        return _run(pools, rows, v, compute).to(query.dtype)[None], None
+        inputs = RecurrentInputs(query[0], key[0], value[0], g[0], beta[0], is_delta=True)
+        return self._scan(inputs, packed, kv_cache).to(query.dtype)[None], None
 
     def mamba_2(  # noqa: PLR0913  # the signature that transformers calls
         self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
@@ -96,24 +85,15 @@ class RecurrentFunctions:
     ) -> Tensor:  # fmt: skip
         """Return the outputs [1, R, H, V] of Mamba-2 (arXiv 2405.21060): keys B, queries C, updates dt x, gates dt A."""
         del chunk_size
-        x = hidden_states[0].float()
-        heads = x.shape[1]
         steps = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
         steps = torch.clamp(F.softplus(steps) if dt_softplus else steps, *dt_limit).float()
-        k, q = (each[0].float().repeat_interleave(heads // each.shape[2], 1) for each in (B, C))
-        moved, gates = x * steps[..., None], steps * A.float()
-        pools, rows = _states(kv_cache, packed, self.layer)
+        x, gates = hidden_states[0], steps * A.float()
+        found = self._scan(RecurrentInputs(C[0], B[0], x, gates, steps, is_delta=False), packed, kv_cache)
+        return (found if D is None else found + x.float() * D[:, None])[None]
 
-        def compute(pieces: Pieces, states: Tensor) -> _Computed:
-            keys, updates, sums = _of(k, pieces), _of(moved, pieces), recurrent.path_sums(_of(gates, pieces), pieces.seen)
-            return recurrent.outputs(_of(q, pieces), keys, updates, sums, pieces.seen, states), keys, updates, sums
-
-        found = _run(pools, rows, x, compute)
-        return (found if D is None else found + x * D[:, None])[None]
-
-
-# Outputs, keys, updates and sums of pieces.
-_Computed = tuple[Tensor, Tensor, Tensor, Tensor]
+    def _scan(self, inputs: RecurrentInputs, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
+        kernels = recurrent_kernels(packed.metadata is not None, inputs.gates.ndim > inputs.betas.ndim)
+        return kernels.scan(inputs, *_states(kv_cache, packed, self.layer))
 
 
 @dataclass(frozen=True)
@@ -179,60 +159,6 @@ def _chosen(name: str, layer: int, own: Callable[..., Any]) -> Callable[..., Any
         return chosen(*args, **kwargs)
 
     return call
-
-
-def _run(pools: LayerStates, rows: RecurrentRows, like: Tensor, compute: Callable[[Pieces, Tensor], _Computed]) -> Tensor:
-    """Compute all pieces of a pass in their order: outputs float32 [R, H, V]. States and stash are written.
-
-    Args:
-        like: a tensor of the outputs' shape.
-        compute: maps pieces and the states before them [B, H, K, V] to `_Computed`.
-    """
-    states = pools.states[rows.read]
-    if rows.pending is not None:
-        places, mask, last = rows.pending
-        sums = pools.sums[places]
-        end = sums[torch.arange(len(sums), device=sums.device), last] * mask[:, 0].view(-1, *[1] * (sums.ndim - 2))
-        states = recurrent.states_after(states, pools.keys[places], pools.updates[places], sums, end, mask)
-    out = torch.empty_like(like)
-    stash = [torch.empty(len(like), *pool.shape[1:], device=like.device) for pool in (pools.keys, pools.updates, pools.sums)]
-    for pieces in rows.waves:
-        before = states[pieces.segments]
-        found, keys, updates, sums = compute(pieces, before)
-        filled = pieces.rows[pieces.is_row]
-        out[filled] = found[pieces.is_row]
-        if rows.stashed is not None:
-            for part, own in zip(stash, (keys, updates, sums), strict=True):
-                part[filled] = own[pieces.is_row].float()
-        end = sums[torch.arange(len(sums), device=sums.device), pieces.last] * _any(pieces.kept, sums)
-        after = recurrent.states_after(before, keys, updates, sums, end, pieces.kept)
-        states[pieces.segments] = after
-        if pieces.marked is not None:
-            which, into = pieces.marked
-            pools.states[into] = after[which]
-    pools.states[rows.write] = states
-    if rows.stashed is not None:
-        nodes, places = rows.stashed
-        for pool, part in zip((pools.keys, pools.updates, pools.sums), stash, strict=True):
-            pool[places] = part[nodes]
-    return out
-
-
-def _any(mask: Tensor, like: Tensor) -> Tensor:
-    """Return whether any cell of each piece is set [B, *], as many dimensions as a sum of `like` [B, N, *]."""
-    return mask.any(1).view(-1, *[1] * (like.ndim - 2))
-
-
-def _of(rows: Tensor, pieces: Pieces) -> Tensor:
-    """Return packed rows [R, *] in the cells of pieces [B, Q, *]; padding is zero."""
-    found = rows[pieces.rows]
-    return found * pieces.is_row.view(*pieces.is_row.shape, *[1] * (rows.ndim - 1))
-
-
-def _of_length_1(x: Tensor) -> Tensor:
-    """Return vectors of length 1 in float32."""
-    x = x.float()
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON)
 
 
 def _window_sum(source: Tensor, windows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

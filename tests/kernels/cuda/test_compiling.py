@@ -55,6 +55,7 @@ SHARED_BYTES = {
     "_rotary_tables": 0,
     "_rotate_and_store": 0,
     "_route": 1024,
+    "_scan": 4096,
     "_score_blocks": 64,
     "_winners": 0,
 }

@@ -106,7 +106,7 @@ def keys_of_a_plain_step(num_shared: int) -> int:
         prefix, one = np.concatenate([system, own[num_shared:-1]]), np.ones(1, dtype=np.int64)
         segments.append(Segment(one, 8392 * one, own[-1:], prefix, None, 0 * one))
     cpu = torch.device("cpu")
-    backend = KernelBackend(SimpleNamespace(device=cpu), tiling, 0)  # type: ignore[arg-type]
+    backend = KernelBackend(SimpleNamespace(device=cpu, state_shapes={}), tiling, 0)  # type: ignore[arg-type]
     packed, launches = backend.pack(segments), list[Launch]()
     keys = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
     with recorded(launches.append):

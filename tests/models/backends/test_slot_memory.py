@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def packing(num_rows: int, row_length: int) -> KernelBackend:
-    target: Any = SimpleNamespace(device=CPU)
+    target: Any = SimpleNamespace(device=CPU, state_shapes={})
     return KernelBackend(target, Tiling(4, 8, 132), 0, SlotMemory(num_rows, row_length, CPU))
 
 
@@ -51,7 +51,7 @@ def test_a_step_uploads_as_much_at_32k_of_context_as_at_1k(
 
 def test_the_device_has_the_tables_of_all_steps() -> None:
     memory = SlotMemory(64, 1200, CPU)
-    target: Any = SimpleNamespace(device=CPU)
+    target: Any = SimpleNamespace(device=CPU, state_shapes={})
     backend = KernelBackend(target, Tiling(4, 8, 132), 0, memory)
     for segments in grown_steps(1000):
         packed = backend.pack(segments)

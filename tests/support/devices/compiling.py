@@ -15,7 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.cache.state_pools import StatePools, StateShape
+from eyas.cache.states import StateSizes, StateStep
+from eyas.kernels.arguments import RecurrentInputs
 from eyas.models.inputs import Segment
+from eyas.models.recurrent_rows import RecurrentRows
 from tests.support.devices.launches import META, Launch, recorded
 
 # KiB of shared memory that a program may have. sm_89 stands for Ada, on which drafters run.
@@ -345,8 +349,27 @@ def drafting_calls(sm: int) -> None:
     pair_inputs(states, children[:, :10], children[:, :10], draft_ids, embedding, norms, 1e-5)
 
 
+def recurrent_calls(sm: int) -> None:
+    """A tree in layers of Qwen3.5 9B and of a Mamba-2; on two kinds of GPU also float32, and wider keys."""
+    from eyas.kernels.cuda.recurrent import scan
+
+    tree = np.arange(64)
+    segment = Segment(tree, tree, tree, tree[:0], np.tri(64, dtype=np.bool_), tree, states=StateStep(0, 1, stash=0))
+    rows = RecurrentRows([segment], 3, META)
+    layers = [(16, 32, 128, 128, True, torch.bfloat16), (8, 64, 128, 64, False, torch.bfloat16)]
+    if sm in WHOLE:
+        layers += [(*layer[:5], torch.float32) for layer in layers] + [(1, 24, 256, 64, False, torch.bfloat16)]
+    for key_heads, heads, key, value, is_delta, dtype in layers:
+        queries, values = (torch.zeros(64, *shape, dtype=dtype, device=META) for shape in ((key_heads, key), (heads, value)))
+        gates = torch.zeros(64, heads, device=META)
+        shape = StateShape(heads, key, value, 1, 4, 4)
+        pools = StatePools({0: shape}, StateSizes(3, 64), dtype, META).layers[0]
+        scan(RecurrentInputs(queries, queries, values, gates, gates.to(dtype), is_delta), pools, rows)
+
+
 KERNEL_CALLS: tuple[Callable[[int], None], ...] = (
     attention_calls, layout_calls, sink_calls, prefill_calls, layer_calls, expert_calls, sampling_calls, drafting_calls,
+    recurrent_calls,
 )  # fmt: skip
 
 
