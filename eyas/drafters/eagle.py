@@ -272,7 +272,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         if self._compiled and (attends or sum(counts) <= MAX_COMPILED_PAIRS):
             pairs = zip(contexts, self._prefix_slots(contexts), counts, strict=True)
             rows = [new_rows(context, slots, count, attends=True) for context, slots, count in pairs]
-            states = self._run_segments(features, rows)[np.cumsum(counts) - 1]
+            states = self._run_segments(features, rows)[upload(np.cumsum(counts) - 1, features.device)]
         else:
             states = self._run_new(contexts, features, self._packed(self._run_pairs), attends)
         for context, state in zip(contexts, states, strict=True):

@@ -7,10 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from eyas.device.transfer import tensor_to_bytes, to_host
-from eyas.drafters.base import DraftContext
-from eyas.protocol.commit import Commit, TensorBytes, TreeBudget
-
-NO_TREE = TreeBudget(max_nodes=1, max_depth=0)
+from eyas.drafters.base import BOOKKEEPING, DraftContext
+from eyas.protocol.commit import Commit, TensorBytes
 
 
 def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[TensorBytes]]]:
@@ -62,7 +60,7 @@ def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]
             tokens=tokens,
             features=features,
             noise=context.noise,
-            budget=context.budget if is_last else NO_TREE,
+            budget=context.budget if is_last else BOOKKEEPING,
             samples=context.samples if is_last else (),
             proposal=context.proposal,
             traceparent=context.traceparent if is_last else "",

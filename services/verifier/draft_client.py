@@ -19,7 +19,7 @@ from queue import SimpleQueue
 import grpc
 
 from eyas.config import DraftClientConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
+from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
 from eyas.errors import ConfigError, InvalidTree
 from eyas.protocol.commit import Proposal, RefusalReason, ResyncRequired
 from eyas.protocol.tree import DraftTree, PreparedTree
@@ -29,7 +29,7 @@ from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, Draf
 from eyas.rpc.status import status_error
 from eyas.sampling.packed_trees import TreeLimits, are_valid_trees
 from eyas.services.verifier.breaker import CircuitBreaker
-from eyas.services.verifier.commits import NO_TREE, split_commits
+from eyas.services.verifier.commits import split_commits
 from eyas.v1 import draft_pb2, draft_pb2_grpc
 
 _DESCRIBE_TIMEOUT_S = 2.0
@@ -224,7 +224,7 @@ class RemoteDrafter:
                 self._num_missed[session] = 0 if waits else (self._num_missed[session] + 1) % MAX_UNPREPARED
                 if self._num_missed[session]:
                     pending.drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
-                    sent[i] = contexts[i]._replace(has_tree=True, budget=NO_TREE)
+                    sent[i] = contexts[i]._replace(has_tree=True, budget=BOOKKEEPING)
         return sent
 
     def collect(self, pending: PendingDrafts, deadline: float | None = None) -> list[Draft]:

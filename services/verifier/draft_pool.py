@@ -122,7 +122,8 @@ class DraftPool:
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """Ask all drafters at once; draft_timeout_s starts when the answers are collected."""
-        contexts = [self._traced(context) for context in contexts]
+        if (traceparent := self._traceparent) is not None:
+            contexts = [c._replace(traceparent=traceparent(c.session)) if c.budget.wants_tree else c for c in contexts]
         rows: dict[RemoteDrafter, list[int]] = {}
         with self._lock:
             for i, context in enumerate(contexts):
@@ -187,12 +188,6 @@ class DraftPool:
         """Return the mean seconds of a session's answered requests for trees; None without any, or after `unassign`."""
         history = self._histories.get(session)
         return history.seconds / history.num_answered if history and history.num_answered else None
-
-    def _traced(self, context: DraftContext) -> DraftContext:
-        if self._traceparent is None or not context.budget.wants_tree:
-            return context
-        traceparent = self._traceparent(context.session)
-        return context._replace(traceparent=traceparent) if traceparent else context
 
     def _collect(
         self,

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import grpc
-from opentelemetry.trace import Span, SpanKind, Tracer
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, Tracer
 
 from eyas.api.request import Chunk, GenerationStats, Request, VerifyStep
 from eyas.engine.engine import EngineLoad, StepReport
@@ -77,7 +77,8 @@ class VerifierTelemetry:
         self._accepted_at.labels(model, "0")
         self._rejected.labels(grpc.StatusCode.RESOURCE_EXHAUSTED.name)  # exported as 0 before the first one
         if pool is not None:
-            pool.trace_with(self.traceparent)
+            if not isinstance(telemetry.tracer, NoOpTracer):
+                pool.trace_with(self.traceparent)
             registry.register(ScrapeCollector(lambda: _draft_client_samples(pool)))
 
     def watch(self, load: Callable[[], EngineLoad]) -> None:
