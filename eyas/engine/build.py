@@ -204,11 +204,12 @@ def _plan_states(target: TargetModel, engine: EngineConfig, tree: TreeConfig, re
 
 
 def _kv_cache(target: TargetModel, num_slots: int, feature_width: int = 0, states: StateSizes = NO_STATES) -> KVCache:
-    what, lower = f"a KV cache of {num_slots} tokens", FOR_KV_CACHE
+    problem = f"no memory for a KV cache of {num_slots} tokens"
+    lower = FOR_KV_CACHE
     if states.rows:
-        what += f", {states.rows} recurrent states and {states.stashed} nodes of trees"
+        problem += f", {states.rows} recurrent states and {states.stashed} nodes of trees"
         lower = f"lower engine.max_num_seqs or engine.max_verify_tokens, or {FOR_KV_CACHE}"
-    with explain_out_of_memory(f"no memory for {what}", target.device, lower):
+    with explain_out_of_memory(problem, target.device, lower):
         kv_cache = target.new_kv_cache(num_slots, feature_width, states)
     to_huge_pages([*kv_cache.keys, *kv_cache.values], collapse=False)
     return kv_cache

@@ -1,6 +1,8 @@
 """Engines over recurrent targets: whatever is drafted, cached, preempted or fails, the output is that of `generate`."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from eyas.protocol.prefix_hash import block_hashes
 from tests.engine.test_equality import case_of
 from tests.models.test_families import TREE, generated
 from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
+from tests.support.corpora import write_datastore
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
 from tests.support.methods import KINDS_OF_DRAFTS
@@ -89,6 +92,9 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_method_drafts_for_a_recurrent_target(name: str, deep: str, tiny_head: str) -> None:
     """Modules of such targets have tests of their own."""
     case = case_of(name, deep, tiny_head)
+    if name == "rest":
+        write_datastore(Path(deep), [generated(deep, tuple(prompt)) for prompt in PROMPTS[:3]], Path(deep, "outputs"))
+        case = replace(case, datastore=Path(deep, "outputs"))
     fuser = case.fuser()
     target = shared_target(deep, fuser.aux_hidden_state_layers if fuser else ())
     config = fixed_config(max_kv_tokens=512, max_prefill_tokens=16, max_num_seqs=4)
