@@ -157,7 +157,7 @@ class KeptStates(NamedTuple):
     """Buffers in which a compiled pass keeps the residual stream before some layers.
 
     Attributes:
-        layers: which.
+        layers: which. Their number stands for the state behind the last one, -1 for its norm.
         states: of each row of memory, one layer beside the other [., len(layers) * C].
         rows: of these, for each row of the pass [R].
     """

@@ -434,6 +434,16 @@ class LayerStack(NamedTuple):
     is_silu: bool
 
 
+@kernel(error_model="numpy")
+def _keep(kept, layer, rows):
+    """Copy rows [R, C] to where the states before a layer, or behind the last one, are kept, if they are."""
+    width = rows.shape[1]
+    for i in range(len(kept.layers)):
+        if kept.layers[i] == layer:
+            for r in range(len(rows)):
+                kept.states[kept.rows[r], i * width : (i + 1) * width] = rows[r]
+
+
 @kernel(error_model="numpy", fastmath={"contract"})
 def run_layers(
     stack, state, normed, inputs, cos, sin, kinds, pools, num_slots, slots, keys, kept, memory, tickets, num_parts
@@ -466,10 +476,7 @@ def run_layers(
         own_keys, own_values = carray(_floats_at(pools[n, 0]), shape), carray(_floats_at(pools[n, 1]), shape)
         # multiply_shared is true in the last thread alone: it works between two products; the others wait for a part more.
         if multiply_shared(left, weights[0], stored[0], flat, tickets, phase, num_parts):
-            for i in range(len(kept.layers)):
-                if kept.layers[i] == n:
-                    for r in range(num_rows):
-                        kept.states[kept.rows[r], i * state.shape[1] : (i + 1) * state.shape[1]] = state[r]
+            _keep(kept, n, state)
             for r in range(num_rows):
                 for i in range(stack.biases.shape[1]):
                     flat[r, i] += stack.biases[n, i]
@@ -492,6 +499,9 @@ def run_layers(
         wait_for_parts(tickets, phase + 3, num_parts + 1)
         if multiply_shared(gated, weights[3], stored[3], delta, tickets, phase + 4, num_parts):
             add_norm(state, delta, by[3], before_norms[1], eps[3], norms[1], eps[1], normed)
+            if n == len(stack.weights) - 1:
+                _keep(kept, n + 1, state)
+                _keep(kept, -1, normed)
             finish_part(tickets, phase + 4)
         wait_for_parts(tickets, phase + 4, num_parts + 1)
         left, phase = normed, phase + PHASES

@@ -75,7 +75,6 @@ class CpuDecoder:
         elif layers := kv_cache.state_layers:
             states = KeptStates(np.array(layers), kv_cache.features.numpy(), rows.slots)
             self.stack.run(rows, rotary, kv_cache, states, self.helpers)
-            self._keep_last(rows, states)
             return SimpleNamespace(last_hidden_state=rows.normed[None])
         else:
             hooked = [index for index, module in enumerate(self._decoder.layers) if module._forward_pre_hooks]
@@ -89,12 +88,6 @@ class CpuDecoder:
         _run_hooks(norm._forward_pre_hooks, norm, rows.state)
         _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
         return SimpleNamespace(last_hidden_state=rows.normed[None])
-
-    def _keep_last(self, rows: CpuRows, kept: KeptStates) -> None:
-        """Keep the states behind all layers: before the final norm, or FINAL_NORM_OUTPUT."""
-        for number, layer in enumerate(kept.layers):
-            if not 0 <= layer < len(self._layers):
-                kept.of(number)[kept.rows] = (rows.normed if layer < 0 else rows.state).numpy()
 
     @property
     def has_stack(self) -> bool:
