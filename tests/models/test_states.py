@@ -28,7 +28,7 @@ def kernels() -> None:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_pass_keeps_states_beside_its_keys(name: str, tmp_path: Path) -> None:
-    """In the slots of the rows, whatever their order, as hooks see them; longer prompts go to the hooks."""
+    """In the slots of the rows, whatever their order, as hooks see them."""
     kind, settings = FAMILIES[name]
     layers = (3, 0, FINAL_NORM_OUTPUT, 2)
     folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), torch.bfloat16)
