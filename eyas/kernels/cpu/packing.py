@@ -73,7 +73,7 @@ def _narrow(bits, exponent, out):
 def narrow_groups(weight, is_exact, out, scales):
     """Write a weight as blocks of 8-bit integers with a scale for each GROUP_INPUTS inputs of an output.
 
-    Returns False, with `out` unfinished, if that changes a number and is_exact is set.
+    Returns False, with `out` unfinished, if that changes a number and is_exact is set, and for numbers that are not finite.
 
     Args:
         weight: float32 [N, K], N at most B * BLOCK_OUTPUTS.
@@ -93,6 +93,8 @@ def narrow_groups(weight, is_exact, out, scales):
                 numbers = row[start : start + GROUP_INPUTS]
                 scale = np.float32(0.0)
                 largest = _largest(numbers)
+                if largest == np.inf:
+                    return False
                 if is_exact and largest > 0:
                     around = start // FORMAT_INPUTS * FORMAT_INPUTS
                     scale = _exact_scale(numbers, largest, _largest(row[around : around + FORMAT_INPUTS]))
@@ -136,9 +138,11 @@ def _has_scale(numbers, scale):
 
 @kernel(error_model="numpy")
 def _largest(numbers):
-    """Return the size of the largest number."""
+    """Return the size of the largest number; infinity if one is no number."""
     largest = np.float32(0.0)
     for i in range(len(numbers)):
+        if np.isnan(numbers[i]):
+            return np.float32(np.inf)
         largest = max(largest, abs(numbers[i]))
     return largest
 

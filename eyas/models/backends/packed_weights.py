@@ -299,13 +299,13 @@ class PackedWeight:
     def rounded(cls, weight: Tensor) -> PackedWeight:
         """Pack a float weight on the CPU as integers of 8 bits. The kernels must run.
 
-        Each GROUP_INPUTS weights of an output have a scale, by which the largest of them becomes 127.
+        Each GROUP_INPUTS weights of an output have a scale, by which the largest of them becomes 127. A weight that is not
+        finite stays as it is, for `load_target` to name it.
         """
         layout = _in_groups(weight, is_exact=True)
         if layout is None:
             layout = _in_groups(weight, is_exact=False)
-        assert layout is not None, "any weight can be rounded"
-        return cls(layout, *weight.shape)
+        return cls.of(weight) if layout is None else cls(layout, *weight.shape)
 
     @property
     def dense(self) -> Tensor:
@@ -443,7 +443,9 @@ def _blocks_of(weight: Tensor) -> Tensor:
 
 
 def _in_groups(weight: Tensor, is_exact: bool) -> Tensor | None:
-    """Return a float weight [N, K] as blocks of 8-bit integers with scales. None if that changes a number and must not."""
+    """Return a float weight [N, K] as blocks of 8-bit integers with scales. None if that changes a number and must not, and
+    for numbers that are not finite.
+    """
     from eyas.kernels.cpu.packing import narrow_groups
 
     num_outputs, num_inputs = weight.shape

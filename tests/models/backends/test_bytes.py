@@ -173,3 +173,15 @@ def test_the_weights_take_five_eighths_of_half_weights() -> None:
         for target in (load_target(TARGET, "int8", passes="float32"), load_target(TARGET, "float32"))
     ]
     assert sizes[0] < 0.68 * sizes[1], "an integer and a sixteenth of a scale take 10 bits, half weights 16"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("whole", [False, True])
+def test_weights_that_are_not_finite_are_not_rounded_away(value: float, whole: bool) -> None:
+    """Loading names them, as it does with floats."""
+    weight = torch.full((32, 64), value)
+    if not whole:
+        weight = torch.randn(32, 64)
+        weight[3, 17] = value
+    for packed in (PackedWeight.of(weight), PackedWeight.rounded(weight)):
+        torch.testing.assert_close(packed.dense, weight, rtol=0, atol=0, equal_nan=True)
