@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence, Sized
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from eyas.errors import InvalidRequest
@@ -170,11 +171,11 @@ def _check_lists(sampling: SamplingParams) -> None:
 
 
 def _check_reasoning_budget(budget: ReasoningBudget) -> None:
-    if type(budget.num_tokens) is not int or not 0 <= budget.num_tokens <= MAX_INT:
+    if not isinstance(budget.num_tokens, Integral) or not 0 <= budget.num_tokens <= MAX_INT:
         reason = f"reasoning_budget is {budget.num_tokens!r} tokens; it must be a whole number from 0 to {MAX_INT}"
         raise InvalidRequest(reason, "reasoning_budget")
     for ids in (budget.start_ids, budget.end_ids):
-        if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS or any(type(token) is not int for token in ids):
+        if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS or any(not isinstance(token, Integral) for token in ids):
             reason = f"reasoning_budget has a mark of {len(ids)} entries; it must be 1 to {MAX_BAD_WORD_TOKENS} token ids"
             raise InvalidRequest(reason, "reasoning_budget")
 

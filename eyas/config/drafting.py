@@ -143,7 +143,8 @@ class DraftingConfig:
         shared_noise: above temperature 0, rank children by draft probabilities perturbed with the target's own Gumbel
             noise. Raises acceptance; the output is the same.
         ranking_temperature: temperature of the ranking by draft logits: lower values trust the best children more, and make
-            trees deeper. 0 takes 0.6, or 0.8 above temperature 0.8. 1 ranks by draft probabilities, as EAGLE-2 does.
+            trees deeper. 0 takes 0.6, above temperature 0.8 0.8 with shared noise and 1 without. 1 ranks by draft
+            probabilities, at temperature 0 as EAGLE-2 does.
         proposal_top_k: number of most likely tokens from which a sampled proposal draws.
         cuda_graphs: capture tree growth as CUDA graphs. No effect on other devices.
         cuda_graph_max_batch: maximum number of sessions in a captured graph.

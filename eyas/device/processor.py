@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 
 PROCESSORS = Path("/proc/cpuinfo")
-# Of each half precision, the words for processors that multiply it many times as fast as float32. Vector units on x86
-# (avx512_bf16, avx512_fp16) are at most twice as fast, which gains nothing over float32 passes (decision 0050).
-HALF_UNITS = {"bfloat16": {"amx_bf16", "bf16"}, "float16": {"amx_fp16", "asimdhp"}}
+# Of each half precision, the words for processors that multiply it many times as fast as float32. Vector units
+# (avx512_bf16, avx512_fp16, asimdhp) are at most twice as fast, which gains nothing over float32 passes (decision 0050).
+HALF_UNITS = {"bfloat16": {"amx_bf16", "bf16"}, "float16": {"amx_fp16"}}
 
 
 @cache

@@ -110,9 +110,9 @@ class SurvivalModel:
     """Chance that a node is accepted: the product, along its path, of how likely nodes are accepted whose parent is.
 
     The latter is learned by a node's own score, its log-probability below the parent, as means over nodes verified lately.
-    Scores of drafters with a network are calibrated, others only rank. So a mean begins with what scores claim, times the
-    share of all claims that came true. Sampled nodes have means of their own: these are accepted by what the target thinks
-    of them relative to the drafter.
+    Scores of drafters with a network are near the truth, others only rank. So a mean begins with what scores claim, times
+    the share of all claims that came true. Sampled nodes have means of their own: these are accepted by what the target
+    thinks of them relative to the drafter.
     """
 
     FORGETTING = 0.98  # weight of a step's nodes after the next step with trees

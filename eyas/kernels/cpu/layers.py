@@ -187,11 +187,12 @@ def _weigh(scores, start, end, scaling, softcap):
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
-def _weigh_named(scores, length, visible, positions, position, window, scaling, softcap):
+def _weigh_named(scores, skipped, length, visible, positions, position, window, scaling, softcap):
     """Replace scores [n] of one query by its weights: softmax over what it sees, 0 elsewhere.
 
     Args:
-        length: of the prefix.
+        skipped: keys of the prefix without a score, the first ones.
+        length: of the prefix after these.
         visible: which of the keys behind it are seen.
         positions: of the last of these.
         position: of the query. Softmax runs over the seen keys alone, side by side: a sum does not depend on how many
@@ -199,7 +200,7 @@ def _weigh_named(scores, length, visible, positions, position, window, scaling, 
     """
     # Seen keys move together: the prefix within the window, then the named keys that are visible.
     oldest, masked = position - window + 1, len(visible) - len(positions)
-    start, end = min(max(oldest, 0), length), length
+    start, end = min(max(oldest - skipped, 0), length), length
     for i in range(len(visible)):
         if visible[i] and (i < masked or positions[i - masked] >= oldest):
             scores[end] = scores[length + i]
@@ -243,20 +244,25 @@ def _score_keys(queries, keys, count, scores):
 def _attend_named(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
     """Write attention of queries [Q, D] over keys and values at addresses, see `_find_vectors`, to out [Q, D].
 
-    The queries are those of rows from `first` on, the same number for each row: query heads that share these keys.
+    The queries are those of rows from `first` on, the same number for each row: query heads that share these keys. Keys of
+    the prefix that none sees are not read.
 
     Args:
         count: of the keys.
         weights: scratch, see `_score_keys`.
-        visible, length: see `_weigh_named`.
+        visible: see `_weigh_named`.
+        length: of the prefix.
     """
-    per_row = len(queries) // len(visible)
-    _score_keys(queries, keys, count, weights)
+    per_row, lowest = len(queries) // len(visible), positions[first]
+    for row in range(1, len(visible)):
+        lowest = min(lowest, positions[first + row])
+    start = min(max(lowest - window + 1, 0), length)
+    _score_keys(queries, keys[start:], count - start, weights)
     for q in range(len(queries)):
         row = q // per_row
-        position = positions[first + row]
-        _weigh_named(weights[q, :count], length, visible[row], positions, position, window, scaling, softcap)
-    sum_values(weights, count, values, out)
+        scores, position = weights[q, : count - start], positions[first + row]
+        _weigh_named(scores, start, length - start, visible[row], positions, position, window, scaling, softcap)
+    sum_values(weights, count - start, values[start:], out)
 
 
 @kernel(error_model="numpy", fastmath={"contract"})

@@ -18,6 +18,8 @@ BIAS, HALF_BIAS, HALF_END = 127, 15, 31
 LARGEST_BYTE, FORMAT_INPUTS = 127, 32
 # Bits of float32's fraction, and how many of them float16 lacks.
 FRACTION, DROPPED = 23, 13
+# Of weights that are rounded; a smaller one is no normal number.
+SMALLEST_SCALE = np.finfo(np.float32).tiny
 
 
 @kernel(error_model="numpy")
@@ -101,7 +103,10 @@ def narrow_groups(weight, is_exact, out, scales):
                     if scale == 0:
                         return False
                 elif largest > 0:
-                    scale = largest / np.float32(LARGEST_BYTE)
+                    # No denormal number: its quotients would be no bytes.
+                    scale = max(largest / np.float32(LARGEST_BYTE), SMALLEST_SCALE)
+                    if scale * np.float32(LARGEST_BYTE) == np.inf:
+                        return False
                 scales[block, group, first_scale + output] = scale
                 if scale > 0:
                     for i in range(len(numbers)):
@@ -117,7 +122,8 @@ def _exact_scale(numbers, largest, largest_around):
     largest number is k times its scale, and if k is below 64, twice k times half the scale: so k from 64 on are tried.
 
     Args:
-        largest: of them, its size. largest_around: of those that share a scale in many formats.
+        largest: size of the largest of them.
+        largest_around: size of the largest of those that share a scale in many formats.
     """
     for k in (LARGEST_BYTE, 64):
         if _has_scale(numbers, largest_around / np.float32(k)):
@@ -130,9 +136,11 @@ def _exact_scale(numbers, largest, largest_around):
 
 @kernel(error_model="numpy")
 def _has_scale(numbers, scale):
+    """Return whether numbers are integers up to LARGEST_BYTE times a scale."""
     misses = 0
     for i in range(len(numbers)):
-        misses += np.rint(numbers[i] / scale) * scale != numbers[i]
+        integer = np.rint(numbers[i] / scale)
+        misses += integer * scale != numbers[i] or abs(integer) > LARGEST_BYTE
     return misses == 0
 
 

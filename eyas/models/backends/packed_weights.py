@@ -276,7 +276,7 @@ class PackedWeight:
 
     @classmethod
     def of(cls, weight: Tensor) -> PackedWeight:
-        """Pack a float weight on the CPU. Its numbers stay as they are, bit for bit."""
+        """Pack a float weight on the CPU. Its numbers stay as they are, bit for bit; in 8 bits -0 becomes 0."""
         shape = len(weight), weight.shape[1]
         if has_fbgemm():
             is_blocked = len(weight) > 0 and runs_kernel(torch.float16)
@@ -331,11 +331,12 @@ class PackedWeight:
     def _scaled_integers(self, rows: Tensor, found: Tensor) -> Tensor:
         """Return some rows [..., K] of integers times their scales. found: their bytes [..., rows of a block]."""
         rows_of_group = GROUP_INPUTS + SCALE_INPUTS
-        integers = found.view(*rows.shape, -1, rows_of_group)[..., :GROUP_INPUTS]
-        blocks = self.layout.view(len(self.layout), -1, rows_of_group, BLOCK_OUTPUTS)[:, :, GROUP_INPUTS:]
-        stored = blocks[rows // BLOCK_OUTPUTS].flatten(-2).view(torch.float32)  # of all outputs of the rows' blocks
-        index = (rows % BLOCK_OUTPUTS)[..., None, None].expand(*stored.shape[:-1], 1)
-        numbers: Tensor = (integers * stored.gather(-1, index)).flatten(-2)
+        num_groups = found.shape[-1] // rows_of_group
+        integers = found.view(*rows.shape, num_groups, rows_of_group)[..., :GROUP_INPUTS]
+        floats = self.layout.view(len(self.layout), num_groups, -1).view(torch.float32)
+        first_scale = GROUP_INPUTS * BLOCK_OUTPUTS // torch.float32.itemsize
+        scales = floats[rows // BLOCK_OUTPUTS, :, first_scale + rows % BLOCK_OUTPUTS]  # [..., groups]
+        numbers: Tensor = (integers * scales[..., None]).flatten(-2)
         return numbers[..., : self.num_inputs]
 
     @property

@@ -185,3 +185,18 @@ def test_weights_that_are_not_finite_are_not_rounded_away(value: float, whole: b
         weight[3, 17] = value
     for packed in (PackedWeight.of(weight), PackedWeight.rounded(weight)):
         torch.testing.assert_close(packed.dense, weight, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("size", [1e-45, 3e-43, 1e-38, 3.4e38])
+def test_weights_of_any_size_are_kept_or_rounded_to_the_nearest(size: float) -> None:
+    torch.manual_seed(1)
+    weight = (torch.rand(32, 64) * 2 - 1) * size
+    torch.testing.assert_close(PackedWeight.of(weight).dense, weight, rtol=0, atol=0)
+    rounded = PackedWeight.rounded(weight).dense
+    assert torch.isfinite(rounded).all()
+    assert ((rounded.double() - weight.double()).abs() <= max(size / 127, 1.2e-38)).all()
+
+
+def test_no_rows_of_a_weight_of_bytes_are_none() -> None:
+    packed = PackedWeight.rounded(torch.randn(32, 64))
+    assert packed.take(torch.zeros(0, dtype=torch.int64)).shape == (0, 64)
