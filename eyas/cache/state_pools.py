@@ -105,7 +105,7 @@ def states_that_fit(
     Args:
         num_running: sequences at most, each with two rows.
         num_kept: rows for each of them that keep a state for later.
-        num_nodes: of a sequence's tree; a step has `most_nodes` at most, and the stash those of two steps.
+        num_nodes: of a sequence's tree; a step has `most_nodes` at most, and the stash holds two steps' nodes.
     """
     state, node = (sum(size(shape, dtype) for shape in shapes.values())
                    for size in (StateShape.state_bytes, StateShape.stash_bytes))  # fmt: skip

@@ -134,7 +134,7 @@ class DraftManager:
         if wanted:
             requested = [sequence for sequence, _ in wanted]
             features: Iterable[Tensor | None] = repeat(None)
-            if drafter.needs.features:  # those that the drafter lacks, all gathered at once
+            if drafter.needs.features:  # what the drafter lacks, all gathered at once
                 slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in requested]
                 features = torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots])
             contexts = [
@@ -196,7 +196,8 @@ class DraftManager:
 
     def _replies(self, requested: Seq[Sequence], contexts: Seq[DraftContext], pending: Pending) -> list[DraftReply]:
         """Wait for the answers, and check the trees among them: at once, or one by one if not all are usual and valid."""
-        drafts, are_valid = pending(), False
+        drafts = pending()
+        are_valid = False
         pairs = zip(contexts, drafts, strict=True)
         found = [(context, draft) for context, draft in pairs if isinstance(draft, DraftTree)]
         if found and all(context.proposal == "deterministic" for context, _ in found):

@@ -26,7 +26,7 @@ from eyas.kernels.choice import tree_kernels
 from eyas.models.target import TargetModel
 from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutputs, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
-from eyas.sampling.verify import verify
+from eyas.sampling.verify import nothing, verify
 
 FOR_STEP = (
     "lower engine.gpu_memory_utilization or engine.max_kv_tokens, or engine.max_num_seqs, engine.max_verify_tokens or "
@@ -128,7 +128,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.report = StepReport()
 
-    def step(self, meanwhile: Callable[[], object] = tuple) -> Seq[Chunk]:
+    def step(self, meanwhile: Callable[[], object] = nothing) -> Seq[Chunk]:
         """Advance every running request by one forward pass. Returns new tokens, and final chunks of requests that ended.
 
         The chunks are made when the first is read: read them in `meanwhile` of the next step if there is one.
@@ -150,7 +150,8 @@ class Engine:
         collected, cost_collected = self._clock(), self._cost_clock()
 
         batch = self.scheduler.schedule(drafts)
-        pass_s, outputs = 0.0, None
+        pass_s = 0.0
+        outputs: StepOutputs | None = None
         if batch:
             began = self._cost_clock()
             outputs = self._verified(batch, meanwhile)
@@ -214,7 +215,7 @@ class Engine:
         log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
         middle = len(batch) // 2
         first = self._verified(batch[:middle], meanwhile, wait_for_masks)
-        return StepOutputs.joined(first, self._verified(batch[middle:], tuple, wait_for_masks))
+        return StepOutputs.joined(first, self._verified(batch[middle:], nothing, wait_for_masks))
 
     def load_grammars(self) -> None:
         """Load what structured outputs need, before the first request does. What prevents it is an error of that request."""

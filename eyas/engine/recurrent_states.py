@@ -20,10 +20,11 @@ class SequenceStates:
 
     Args:
         prefix: what the sequence goes on behind.
+        prompt_length: tokens of its prompt.
         marks_until: tokens that the prefix cache may keep.
     """
 
-    def __init__(self, cache: PrefixCache, prefix: CachedPrefix, marks_until: int) -> None:
+    def __init__(self, cache: PrefixCache, prefix: CachedPrefix, prompt_length: int, marks_until: int) -> None:
         assert cache.states is not None, "the target has recurrent layers"
         self._cache = cache
         self._rows = cache.states
@@ -32,15 +33,13 @@ class SequenceStates:
         self._pending = NO_ROWS
         self._rows.hold(self._row)
         self._next = START  # taken at the first pass
-        self._branch = prefix.num_known
+        self._likely = prompt_length - 1, prefix.num_known  # where others go on
         self._marks_until = marks_until
         self._marks: dict[int, int] = {}  # rows by position
-        self._likely = set[int]()
 
-    def prompt_step(self, first: int, count: int, prompt_length: int) -> StateStep:
+    def prompt_step(self, first: int, count: int) -> StateStep:
         """Return the rows for tokens from position `first` on. All are sure to stay."""
         last = min(first + count, self._marks_until)
-        self._likely = {prompt_length - 1, self._branch}
         in_passing = [FIRST_MARK << doubling for doubling in range((last // FIRST_MARK).bit_length())]
         for position in [*self._likely, *in_passing]:
             if first < position <= last and position not in self._marks and (row := self._cache.take_state(is_mark=True)):

@@ -236,7 +236,7 @@ class Scheduler:
         """Return what recurrent layers read and write for the rows of a sequence in the step."""
         assert sequence.states is not None
         if tree is None:
-            return sequence.states.prompt_step(sequence.computed, num_rows, len(sequence.request.prompt_ids))
+            return sequence.states.prompt_step(sequence.computed, num_rows)
         if num_rows == 1:
             return sequence.states.tree_step(-1)
         start = self._num_stashed
@@ -293,7 +293,8 @@ class Scheduler:
             sequence.key = QueueKey(-math.inf, sequence.key.number)
         sequence.prefix, sequence.computed = prefix, len(prefix.slots)
         if self.cache.states is not None:
-            sequence.states = SequenceStates(self.cache, prefix, self._max_cacheable)
+            num_prompt = len(sequence.request.prompt_ids)
+            sequence.states = SequenceStates(self.cache, prefix, num_prompt, self._max_cacheable)
         sequence.slots[: sequence.computed], sequence.table = prefix.slots, (sequence.key.number, sequence.table[1] + 1)
         num_uncached = len(sequence.tokens) - sequence.computed
         sequence.prefilling = num_uncached > 1 or len(sequence.tokens) == len(sequence.request.prompt_ids)

@@ -124,7 +124,7 @@ class RecurrentRows:
         past = width - 1
         count = len(self._steps)
         owners = np.repeat(np.arange(count), self._counts)
-        # up: the input before each one. Those before a segment's first row are its columns, the latest first.
+        # up: the input before each one. A segment's first row follows its columns, the latest first.
         columns = np.arange(count * past)
         rows = np.where(self._parents < 0, owners * past + past - 1, count * past + self._parents)
         up = np.concatenate([columns - (columns % past > 0), rows])
@@ -146,7 +146,7 @@ class RecurrentRows:
 
     @cached_property
     def waves(self) -> list[Pieces]:
-        """Cut prompts into pieces. The n-th pieces of all segments are computed together, those of similar size at once."""
+        """Cut prompts into pieces. The n-th pieces of all segments are computed together, pieces of similar size at once."""
         cuts = [_cuts(count, step, count if is_tree else PIECE_ROWS) for count, step, is_tree in
                 zip(self._counts.tolist(), self._steps, self._is_tree, strict=True)]  # fmt: skip
         waves = list[Pieces]()

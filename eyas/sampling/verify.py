@@ -22,13 +22,17 @@ UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or d
 NO_SAMPLES: Ints = np.zeros(0, np.int64)
 
 
+def nothing() -> None:
+    """Do nothing meanwhile, the default."""
+
+
 def verify(
     batch: Sequence[LogitRows],
     rows: DrawnRows,
     output: StepOutput,
     rules: LogitRules,
     wait_for_masks: Callable[[], TokenMasks] = TokenMasks,
-    meanwhile: Callable[[], object] = tuple,
+    meanwhile: Callable[[], object] = nothing,
 ) -> StepOutputs:
     """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 

@@ -1,7 +1,6 @@
 """Engines over recurrent targets: whatever is drafted, cached, preempted or fails, the output is that of `generate`."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +20,12 @@ from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.protocol.prefix_hash import block_hashes
-from tests.engine.test_equality import case_of
 from tests.models.test_families import TREE, generated
 from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
 from tests.support.corpora import write_datastore
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
-from tests.support.methods import KINDS_OF_DRAFTS
+from tests.support.methods import KINDS_OF_DRAFTS, Case
 from tests.support.runs import outputs_of, run, stats_of
 from tests.support.tiny import fixed_config, shared_target
 
@@ -91,10 +89,10 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", [name for name in KINDS_OF_DRAFTS if not name.startswith("mtp")])
 def test_every_method_drafts_for_a_recurrent_target(name: str, deep: str, tiny_head: str) -> None:
     """Modules of such targets have tests of their own."""
-    case = case_of(name, deep, tiny_head)
+    store = Path(deep, "outputs")
     if name == "rest":
-        write_datastore(Path(deep), [generated(deep, tuple(prompt)) for prompt in PROMPTS[:3]], Path(deep, "outputs"))
-        case = replace(case, datastore=Path(deep, "outputs"))
+        write_datastore(Path(deep), [generated(deep, tuple(prompt)) for prompt in PROMPTS[:3]], store)
+    case = Case(name, deep, tiny_head, store)
     fuser = case.fuser()
     target = shared_target(deep, fuser.aux_hidden_state_layers if fuser else ())
     config = fixed_config(max_kv_tokens=512, max_prefill_tokens=16, max_num_seqs=4)
@@ -192,7 +190,7 @@ def test_a_request_that_fails_leaves_no_state(folder: str, target: TargetModel, 
 
 
 def test_few_rows_limit_the_sequences_and_lose_nothing(folder: str, target: TargetModel) -> None:
-    """States of the cache make room for those of running sequences."""
+    """States of the cache make room for running sequences."""
     engine = engine_of(target, RandomDrafter(48), max_num_seqs=2)
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, 48, int(rng.integers(2, 60))).tolist() for _ in range(12)]
@@ -233,12 +231,12 @@ def test_the_least_recently_used_state_makes_room() -> None:
 
 def test_marks_leave_running_sequences_their_rows() -> None:
     cache = PrefixCache(64, StateRows(1 + 2 + 1, 1))
-    states = SequenceStates(cache, cache.find(np.zeros(0, np.int64)), 64)
-    step = states.prompt_step(0, 40, 41)
+    states = SequenceStates(cache, cache.find(np.zeros(0, np.int64)), 41, 64)
+    step = states.prompt_step(0, 40)
     assert [after for after, _ in step.marks] == [40]
     states.advance(40)
     assert cache.take_state(is_mark=True) == START, "the only row for marks is taken"
-    states.prompt_step(40, 1, 41)
+    states.prompt_step(40, 1)
     assert rows_of(states) == 3
 
 
@@ -262,10 +260,10 @@ def test_states_take_at_most_their_share_of_memory() -> None:
 
 
 def test_a_long_prompt_does_not_push_others_out() -> None:
-    """What it keeps in passing goes first, and its last state has a row also where few are left for marks."""
+    """States kept in passing go first, and the last one has a row also where few are left for marks."""
     cache = PrefixCache(4000, StateRows(1 + 2 + 3, 1))
-    first = SequenceStates(cache, cache.find(np.zeros(0, np.int64)), 3000)
-    step = first.prompt_step(0, 2500, 2500)
+    first = SequenceStates(cache, cache.find(np.zeros(0, np.int64)), 2500, 3000)
+    step = first.prompt_step(0, 2500)
     assert [after for after, _ in step.marks] == [1024, 2048, 2499]
     first.advance(2500)
     tokens = np.arange(2500)

@@ -180,7 +180,7 @@ def order_of_rows(monkeypatch: pytest.MonkeyPatch, sequence: Turns) -> None:
 
 
 def state_of_the_last_row(monkeypatch: pytest.MonkeyPatch, sequence: Turns) -> None:
-    """The state takes all nodes instead of those accepted."""
+    """The state takes all nodes instead of the accepted ones."""
     sequence.pending = sequence.stash + np.arange(len(NODES))
 
 
@@ -203,7 +203,7 @@ def test_mistakes_show_in_the_logits(
 
 
 def test_rows_do_not_see_another_sequence(target: TargetModel) -> None:
-    """A segment's logits are the same beside others of other sizes."""
+    """A segment's logits are the same next to others of other sizes."""
     kv_cache = make_kv_cache(target)
     first = segment(PROMPT[:70], 0, SLOTS[:70], SLOTS[:0], StateStep(START, 1))
     others = [

@@ -188,7 +188,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": {**LATENT, "v_head_dim": 12},
 }  # fmt: skip
 
-# Layers whose state branches with the tree, by model type: settings beside the tiny ones.
+# Families with recurrent layers, by model type: settings in addition to the tiny ones.
 _TYPES = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _DELTA = {**_TYPES, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
           "linear_value_head_dim": 8}  # fmt: skip

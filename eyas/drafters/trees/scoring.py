@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 ScorerKind = Literal["plain", "noised", "filtered"]
 
 NUM_NOISE_WORDS = 8
-# Defaults of the ranking temperature, and the temperature of requests above which the second holds.
-RANKING_TEMPERATURE, WARM_RANKING_TEMPERATURE, WARM = 0.6, 0.8, 0.8
+# Default of the ranking temperature for requests up to HIGH_TEMPERATURE, and above it.
+RANKING_TEMPERATURE = 0.6
+HIGH_RANKING_TEMPERATURE = 0.8
+HIGH_TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
@@ -238,9 +240,7 @@ def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_ro
     reals[[0, 3]] = 0.0
     for row, context in enumerate(contexts):
         key = context.noise
-        if config.shared_noise or key.temperature == 0:  # else the drafter cannot know what is drawn, and r is 1
-            reals[1, row] = RANKING_TEMPERATURE if key.temperature <= WARM else WARM_RANKING_TEMPERATURE
-        reals[1, row] = config.ranking_temperature or reals[1, row]
+        reals[1, row] = config.ranking_temperature or _default_ranking_temperature(config, key.temperature)
         if config.shared_noise and key.temperature > 0:
             ints[:, row] = signed(key.seed), context.committed_length, 1, key.top_k
             reals[[0, 2, 3], row] = key.temperature, key.top_p, key.min_p
@@ -274,3 +274,10 @@ def filtered_probs_of(filtered: Sequence[int] | Ints, num_sessions: int, device:
         return filtered_probs(logits, filters, rows.flatten())
 
     return probs
+
+
+def _default_ranking_temperature(config: DraftingConfig, temperature: float) -> float:
+    """Return the ranking temperature of a request; 1 where the drafter cannot know what is drawn."""
+    if not config.shared_noise and temperature > 0:
+        return 1.0
+    return RANKING_TEMPERATURE if temperature <= HIGH_TEMPERATURE else HIGH_RANKING_TEMPERATURE

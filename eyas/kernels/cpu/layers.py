@@ -244,8 +244,8 @@ def _score_keys(queries, keys, count, scores):
 def _attend_named(queries, keys, values, weights, count, visible, positions, first, length, window, scaling, softcap, out):
     """Write attention of queries [Q, D] over keys and values at addresses, see `_find_vectors`, to out [Q, D].
 
-    The queries are those of rows from `first` on, the same number for each row: query heads that share these keys. Keys of
-    the prefix that none sees are not read.
+    The queries belong to rows from `first` on, the same number to each row: query heads that share these keys. Keys of the
+    prefix that none sees are not read.
 
     Args:
         count: of the keys.
@@ -338,8 +338,8 @@ def attend(
     """Write attention of some segments' rotated rows qkv [R, H + 2 J, D], to out [R, H, D], of key-value heads `first` to
     `end`.
 
-    A row sees its segment's prefix, in keys and values [S, J, D], and of the segment's rows those up to itself or those
-    that `visible` names. Their keys and values are those of qkv. The other arguments: see RowKeys.
+    A row sees its segment's prefix, in keys and values [S, J, D], and of the segment's rows itself and all before it,
+    or what `visible` names. Their keys and values are in qkv. The other arguments: see RowKeys.
 
     Args:
         window: in tokens, at most NO_WINDOW; slots that `visible` names lie within it.

@@ -251,7 +251,7 @@ class _ByteTile(_Tile):
     """A weight in blocks of 8-bit integers. GROUP_INPUTS rows of a block are followed by their scales: float32
     [BLOCK_OUTPUTS].
 
-    Integers are multiplied by their scales before rows are, so that sums are those of the float32 weight, bit for bit.
+    Integers are multiplied by their scales before rows are, so that sums equal the float32 weight's, bit for bit.
     """
 
     LOADED = _BYTES

@@ -92,7 +92,7 @@ def _convolve_paths(
     places, num_rows, num_ends, num_marks, num_pending, stride,
     CHANNELS: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute a row, or copy an input: to the columns of a segment, to those of a mark, or to the stash."""
+    """Compute a row, or copy an input: to the columns of a segment or a mark, or to the stash."""
     PAST: tl.constexpr = WIDTH - 1
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     has_c = c < CHANNELS
@@ -257,7 +257,7 @@ def _products(
     queries, keys, others, state, live, is_other, has_v, KEY: tl.constexpr, VALUE: tl.constexpr,
     HAS_STATE: tl.constexpr, IS_DELTA: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Return the products of queries with other rows' keys [N, N] and with the state [N, V], and then those of keys."""
+    """Return the products of queries with other rows' keys [N, N] and with the state [N, V], and the same of keys."""
     by_query, by_key = tl.zeros([BLOCK_N, BLOCK_N], tl.float32), tl.zeros([BLOCK_N, BLOCK_N], tl.float32)
     from_query, from_key = tl.zeros([BLOCK_N, BLOCK_V], tl.float32), tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     for channel in range(0, KEY, BLOCK_K):

@@ -80,10 +80,7 @@ def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Te
     states = pools.states[rows.read]
     if rows.pending is not None:
         places, mask, last = rows.pending
-        sums = pools.sums[places]
-        has_none = ~mask[:, 0].view(-1, *[1] * (sums.ndim - 2))
-        end = sums[torch.arange(len(sums), device=sums.device), last].masked_fill(has_none, 0.0)
-        states = states_after(states, pools.keys[places], pools.updates[places], sums, end, mask)
+        states = states_after(states, pools.keys[places], pools.updates[places], pools.sums[places], last, mask)
     ready, like = _prepared(inputs), inputs.values
     out = torch.empty(like.shape, device=like.device)
     stashed = (pools.keys, pools.updates, pools.sums) if rows.stashed is not None else ()
@@ -95,8 +92,7 @@ def scan(inputs: RecurrentInputs, pools: LayerStates, rows: RecurrentRows) -> Te
         out[filled] = found[pieces.is_row]
         for part, own in zip(stash, (keys, updates, sums), strict=False):  # nothing without a stash
             part[filled] = own[pieces.is_row].float()
-        end = sums[torch.arange(len(sums), device=sums.device), pieces.last] * _any(pieces.kept, sums)
-        after = states_after(before, keys, updates, sums, end, pieces.kept)
+        after = states_after(before, keys, updates, sums, pieces.last, pieces.kept)
         states[pieces.segments] = after
         if pieces.marked is not None:
             which, into = pieces.marked
@@ -143,7 +139,7 @@ def products(queries: Tensor, keys: Tensor, sums: Tensor, seen: Tensor) -> Tenso
 def delta_updates(keys: Tensor, values: Tensor, betas: Tensor, sums: Tensor, seen: Tensor, states: Tensor) -> Tensor:
     """Return what each row adds by the gated delta rule (arXiv 2412.06464): d_i = beta_i (v_i - k_i exp(g_i) S_parent).
 
-    A row's d depends on those of its ancestors: (1 + M) d = beta (v - k exp(G) S_0) with M_ij = beta_i k_i exp(G_i - G_j)
+    A row's d depends on the d of its ancestors: (1 + M) d = beta (v - k exp(G) S_0) with M_ij = beta_i k_i exp(G_i - G_j)
     k_j, which is lower triangular.
 
     Args:
@@ -175,15 +171,16 @@ def states_after(states: Tensor, keys: Tensor, updates: Tensor, sums: Tensor, la
     Args:
         states: before the path.
         keys, updates, sums: of rows among which the path lies, [B, N, H, *].
-        last: the sums at the end of the path, [B, H] or [B, H, K].
-        path: whether a row belongs to it, [B, N]. With none of them and a `last` of 0, states stay.
+        last: the row at the end of the path [B].
+        path: whether a row belongs to it, [B, N]. Where none does, states stay.
     """
-    left = (last[:, None] - sums).masked_fill(~path.view(*path.shape, *[1] * (sums.ndim - 2)), float("-inf")).exp().float()
-    # Rows beside the path may be another sequence's: nothing of them counts, not even a NaN.
-    outside = ~path[:, :, None, None]
-    keys, updates = keys.masked_fill(outside, 0.0), updates.masked_fill(outside, 0.0)
+    outside = ~path.view(*path.shape, *[1] * (sums.ndim - 2))
+    end = sums[torch.arange(len(sums), device=sums.device), last].masked_fill(outside.all(1), 0.0)
+    left = (end[:, None] - sums).masked_fill(outside, float("-inf")).exp().float()
+    # Rows that are not of the path may be another sequence's: nothing of them counts, not even a NaN.
+    keys, updates = (x.masked_fill(~path[:, :, None, None], 0.0) for x in (keys, updates))
     weighted = (keys * (left if left.ndim == keys.ndim else left[..., None])).permute(0, 2, 3, 1)
-    kept = last.exp().float()
+    kept = end.exp().float()
     return states * (kept[..., None] if kept.ndim == 3 else kept[..., None, None]) + weighted @ updates.transpose(1, 2)
 
 
@@ -197,7 +194,7 @@ def _prepared(inputs: RecurrentInputs) -> RecurrentInputs:
     """Return float32 inputs with queries and keys for each head of values."""
     queries, keys, values, gates, betas, is_delta = inputs
     if is_delta:
-        queries, keys = (_of_length_1(x) for x in (queries, keys))
+        queries, keys = (_normalized(x) for x in (queries, keys))
         queries = queries * queries.shape[-1] ** -0.5
     shared = values.shape[1] // keys.shape[1]
     queries, keys = (x.float().repeat_interleave(shared, 1) for x in (queries, keys))
@@ -214,18 +211,13 @@ def _compute(inputs: RecurrentInputs, pieces: Pieces, states: Tensor) -> _Comput
     return _Computed(outputs(queries, keys, updates, sums, pieces.seen, states), keys, updates, sums)
 
 
-def _any(mask: Tensor, like: Tensor) -> Tensor:
-    """Return whether any cell of each piece is set [B, *], as many dimensions as a sum of `like` [B, N, *]."""
-    return mask.any(1).view(-1, *[1] * (like.ndim - 2))
-
-
 def _of(rows: Tensor, pieces: Pieces) -> Tensor:
     """Return packed rows [R, *] in the cells of pieces [B, Q, *]; padding is zero."""
     found = rows[pieces.rows]
     return found * pieces.is_row.view(*pieces.is_row.shape, *[1] * (rows.ndim - 1))
 
 
-def _of_length_1(x: Tensor) -> Tensor:
+def _normalized(x: Tensor) -> Tensor:
     """Return vectors of length 1 in float32."""
     x = x.float()
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + LENGTH_EPSILON)
