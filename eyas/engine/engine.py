@@ -123,7 +123,7 @@ class Engine:
         draft_manager.use_path_masks(self.grammars.path_masks)
         self._tree_sizes: dict[str, int] = {}
         self._request_s = 0.0  # that the last request for trees took
-        self._ended: float | None = None  # when the last step did, if there was more to do
+        self._observed: float | None = None  # when the budget last did, if there was more to do
         self._compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids, whitespace_pattern)
         self.max_model_len = max_model_len
         self.report = StepReport()
@@ -168,18 +168,18 @@ class Engine:
             chunks = Chunks(cancelled)
 
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
+        now = self._cost_clock()
         if outputs is not None:
-            between = None if self._ended is None else cost_started - self._ended
-            draft_s, host_s = cost_collected - cost_started + self._request_s, self._cost_clock() - cost_collected - pass_s
-            self.budget.observe(batch, outputs, StepTimes(draft_s, pass_s, between, host_s))
+            draft_s, began = cost_collected - cost_started + self._request_s, cost_started - self._request_s
+            step_s = now - (began if self._observed is None else self._observed)
+            self.budget.observe(batch, outputs, StepTimes(draft_s, pass_s, step_s - draft_s - pass_s))
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
         admitted, preempted = tuple(self.scheduler.admitted), tuple(self.scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted, tuple(chunks.ended))
 
         began = self._cost_clock()
         self._request_drafts()
-        ended = self._cost_clock()
-        self._request_s, self._ended = ended - began, ended if self.has_work else None
+        self._request_s, self._observed = self._cost_clock() - began, now if self.has_work else None
         return chunks
 
     def _verified(

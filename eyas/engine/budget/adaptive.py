@@ -77,7 +77,7 @@ class AdaptiveDraftBudget:
         self.num_nodes, self.is_on = 1, False
         self._tree, self._verify, self._draft, self._is_apart = tree, verify, draft, is_apart
         self._survival, self._recent, self._choice = SurvivalModel(), RecentTrees(), Choice()
-        self._context_token_s, self._other_s = context_token_s, 0.0
+        self._context_token_s, self._other_s, self._tree_s = context_token_s, 0.0, 0.0  # the last: what trees add to others
         self._step, self._most, self._sizes = DECODE_ONLY, 1, dict[str, TreeSize]()
         self._full = NO_TREE  # the largest size
         self._num_steps = self._num_drafted = self._age = 0
@@ -142,7 +142,7 @@ class AdaptiveDraftBudget:
         if not sizes or (yields := self._recent.yields(self._survival, known, sizes, self._prunes)) is None:
             return plain
         rows, accepted = count * yields[0], count * yields[1]  # [sizes, numbers of verified nodes]
-        draft_s = self._draft.at(count, *np.array(sizes).T)[:, None]
+        draft_s = self._draft.at(count, *np.array(sizes).T)[:, None] + self._tree_s
         seconds = self._verify.at(num_rows + rows) + draft_s + self._fixed_s
         rates = (num_rows + accepted) / seconds
         best, least = float(rates.max()), plain.rate * (1.0 if self.is_on else self.MARGIN)
@@ -197,11 +197,13 @@ class AdaptiveDraftBudget:
             self._pause = max(self._pause - 1, 0)
             if self._num_steps > self.NUM_FIRST and self._num_steps % self.PLAIN_STEPS:
                 return
-        other_s = (times.between or 0.0) + times.host
+        other_s = min(times.other, CostModel.MAX_SURPRISE * (self._other_s + self._tree_s) or times.other)
         if self._num_steps <= self.NUM_FIRST:  # the least of the first ones, as a longer one may hide a draft
-            self._other_s = min(other_s, self._other_s or other_s)
+            self._other_s = min(times.other, self._other_s or times.other)
+        elif requested:
+            self._tree_s += self.RATE * (max(other_s - self._other_s, 0.0) - self._tree_s)
         else:
-            self._other_s += self.RATE * (min(other_s, CostModel.MAX_SURPRISE * self._other_s) - self._other_s)
+            self._other_s += self.RATE * (other_s - self._other_s)
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
         is_decoding = not [scheduled for scheduled in batch if scheduled.tree is None]
         if is_decoding:
@@ -248,7 +250,7 @@ class AdaptiveDraftBudget:
             return
         count, plain_s = len(done), self._step_s(len(done))
         rows_s = self._verify.seconds(sum([rows for rows, _ in done])) - self._verify.seconds(count)
-        gain = sum([tokens for _, tokens in done]) / count - 1 - (wait_s + rows_s) / plain_s
+        gain = sum([tokens for _, tokens in done]) / count - 1 - (wait_s + rows_s + self._tree_s) / plain_s
         self._balance += max(gain, -1.0) if self._num_cold else gain
         self._num_cold = max(self._num_cold - 1, 0)
         if self.is_on:

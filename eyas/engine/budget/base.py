@@ -26,14 +26,12 @@ class StepTimes(NamedTuple):
     Attributes:
         wait: to request its trees and to get them.
         verify: of the forward pass and of acceptance.
-        between: since the end of the step before; None if nothing was to be done then.
-        host: of all else in the step.
+        other: of all else since the step before was observed, or since this one began if nothing was to be done between.
     """
 
     wait: float
     verify: float
-    between: float | None = None
-    host: float = 0.0
+    other: float = 0.0
 
 
 class NextStep(NamedTuple):

@@ -30,7 +30,7 @@ from eyas.sampling.verify import tokens_of
 
 # Seconds after which each further size is timed once, and those after which none is: the table then goes on along its slope.
 REPEAT_LIMIT_S, TIME_LIMIT_S = 0.2, 2.0
-LONG_ENOUGH_S = 0.02
+LONG_ENOUGH_S = 0.01
 # Sizes timed at bends of a table at most, and how far off its time may be there, relative to it, for it to be no bend.
 MAX_BENDS, BEND = 4, 0.05
 PREFIX_TOKENS = 64
@@ -175,8 +175,12 @@ def measure_sizes(
 ) -> CostModel:
     """Time sizes 1, 4, 16, 32 and so on up to `largest`, and then where the slope may change between two of them.
 
-    A size has one round that does not count. Its time is the median of some rounds, or that of one after REPEAT_LIMIT_S.
-    Sizes up to `needed` are timed however long it takes. growth: from one size to the next, below 16.
+    A size has one round that does not count. Its time is the median of some rounds, or that of one after REPEAT_LIMIT_S. If
+    that is not reached, all sizes are timed again, and the lesser times count: other work slows a machine down for a while,
+    and what counts is how sizes compare. Sizes up to `needed` are timed however long it takes.
+
+    Args:
+        growth: from one size to the next, below 16.
     """
     table: dict[int, float] = {}
     began, size = clock(), 1
@@ -190,7 +194,8 @@ def measure_sizes(
         works = rounds(size)
         with suppress(torch.OutOfMemoryError) if table else nullcontext():
             next(works)()
-            table[size] = _median_seconds(works, clock, 3 if passed < REPEAT_LIMIT_S else 1)
+            seconds = _median_seconds(works, clock, 3 if passed < REPEAT_LIMIT_S else 1)
+            table[size] = min(seconds, table.get(size, seconds))
             return True
         torch.cuda.empty_cache()
         return False
@@ -201,6 +206,8 @@ def measure_sizes(
         bend = _bend(sorted(table), [table[size] for size in sorted(table)])
         if bend in table or not bend or not time_size(bend):
             break
+    for size in sorted(table) if clock() - began < REPEAT_LIMIT_S else ():
+        time_size(size)
     if max(table) < largest:
         reason = "as they take too long or too much memory"
         log.warning("timed sizes up to %d of %d; larger ones are estimated, %s", max(table), largest, reason)

@@ -74,7 +74,7 @@ class Simulation:
             wait_s = max(self._wait(chosen[-1]) - (self.gap or 0.0), 0.0)
             batch, outputs = self._step(budget, chosen[-1] | without, rng)
             verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch) + self._context_s
-            budget.observe(batch, outputs, StepTimes(wait_s, verify_s, self.gap))
+            budget.observe(batch, outputs, StepTimes(wait_s, verify_s, self.gap or 0.0))
             self.now += wait_s + verify_s + (self.gap or 0.0)
             chosen.append(budget.choose(names, most, self.others, step))
         usual_sizes = []
