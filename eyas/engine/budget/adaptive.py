@@ -17,7 +17,7 @@ import numpy as np
 
 from eyas.config import TreeConfig
 from eyas.engine.budget.base import DECODE_ONLY, NO_TREE, NextStep, StepTimes, TreeSize
-from eyas.engine.budget.costs import CostModel, DraftCosts, RecentTrees, SurvivalModel
+from eyas.engine.budget.costs import CostModel, DraftCosts, HostCosts, RecentTrees, SurvivalModel
 from eyas.engine.sequence import ScheduledSequence
 from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.acceptance import StepOutputs
@@ -64,7 +64,6 @@ class AdaptiveDraftBudget:
     EXPLORE_STEPS, UNKNOWN_STEPS = 32, 4  # from some of the largest trees to the next; while none was as large as it may be
     MAX_LATE = 0.25  # share of sequences that the drafter catches up with, in steps whose wait is learned from
     NUM_FIRST, PLAIN_STEPS = 6, 4  # steps to learn from: the first ones, and every fourth without trees
-    RATE = 0.1  # weight of a step in the seconds besides pass and draft
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class AdaptiveDraftBudget:
         self.num_nodes, self.is_on = 1, False
         self._tree, self._verify, self._draft, self._is_apart = tree, verify, draft, is_apart
         self._survival, self._recent, self._choice = SurvivalModel(), RecentTrees(), Choice()
-        self._context_token_s, self._other_s, self._tree_s = context_token_s, 0.0, 0.0  # the last: what trees add to others
+        self._context_token_s, self._host = context_token_s, HostCosts()
         self._step, self._most, self._sizes = DECODE_ONLY, 1, dict[str, TreeSize]()
         self._full = NO_TREE  # the largest size
         self._num_steps = self._num_drafted = self._age = 0
@@ -142,7 +141,7 @@ class AdaptiveDraftBudget:
         if not sizes or (yields := self._recent.yields(self._survival, known, sizes, self._prunes)) is None:
             return plain
         rows, accepted = count * yields[0], count * yields[1]  # [sizes, numbers of verified nodes]
-        draft_s = self._draft.at(count, *np.array(sizes).T)[:, None] + self._tree_s
+        draft_s = self._draft.at(count, *np.array(sizes).T)[:, None] + self._host.more_s
         seconds = self._verify.at(num_rows + rows) + draft_s + self._fixed_s
         rates = (num_rows + accepted) / seconds
         best, least = float(rates.max()), plain.rate * (1.0 if self.is_on else self.MARGIN)
@@ -197,13 +196,7 @@ class AdaptiveDraftBudget:
             self._pause = max(self._pause - 1, 0)
             if self._num_steps > self.NUM_FIRST and self._num_steps % self.PLAIN_STEPS:
                 return
-        other_s = min(times.other, CostModel.MAX_SURPRISE * (self._other_s + self._tree_s) or times.other)
-        if self._num_steps <= self.NUM_FIRST:  # the least of the first ones, as a longer one may hide a draft
-            self._other_s = min(times.other, self._other_s or times.other)
-        elif requested:
-            self._tree_s += self.RATE * (max(other_s - self._other_s, 0.0) - self._tree_s)
-        else:
-            self._other_s += self.RATE * (other_s - self._other_s)
+        self._host.observe(bool(requested), times.other)
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
         is_decoding = not [scheduled for scheduled in batch if scheduled.tree is None]
         if is_decoding:
@@ -250,7 +243,7 @@ class AdaptiveDraftBudget:
             return
         count, plain_s = len(done), self._step_s(len(done))
         rows_s = self._verify.seconds(sum([rows for rows, _ in done])) - self._verify.seconds(count)
-        gain = sum([tokens for _, tokens in done]) / count - 1 - (wait_s + rows_s + self._tree_s) / plain_s
+        gain = sum([tokens for _, tokens in done]) / count - 1 - (wait_s + rows_s + self._host.more_s) / plain_s
         self._balance += max(gain, -1.0) if self._num_cold else gain
         self._num_cold = max(self._num_cold - 1, 0)
         if self.is_on:
@@ -294,7 +287,7 @@ class AdaptiveDraftBudget:
     @property
     def _fixed_s(self) -> float:
         """Return the expected seconds of a step that do not depend on its rows, without its draft."""
-        return self._other_s + self._context_token_s * self._step.num_context_tokens
+        return self._host.plain_s + self._context_token_s * self._step.num_context_tokens
 
 
 def _steps(first: int, last: int) -> list[int]:

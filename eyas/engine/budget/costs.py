@@ -106,6 +106,36 @@ class DraftCosts:
         return np.asarray(self._first.seconds(num_trees) + further * self._level.at(rows))
 
 
+class HostCosts:
+    """Seconds of a step besides its pass and its draft, without trees and with them: the least of the first ones, as a longer
+    one may hide a draft, and then a mean.
+    """
+
+    RATE, NUM_FIRST = 0.1, 6  # weight of a step; steps of which the least counts
+
+    def __init__(self) -> None:
+        self._means, self._counts = [0.0, 0.0], [0, 0]  # without trees, with trees
+
+    @property
+    def plain_s(self) -> float:
+        """Return the seconds of a step without trees; of one with trees before there was any other."""
+        return self._means[0] or self._means[1]
+
+    @property
+    def more_s(self) -> float:
+        """Return by how many seconds a step with trees takes longer."""
+        return max(self._means[1] - self.plain_s, 0.0)
+
+    def observe(self, has_trees: bool, seconds: float) -> None:
+        """Learn from a step."""
+        mean = self._means[has_trees] or seconds
+        self._counts[has_trees] += 1
+        if self._counts[has_trees] <= self.NUM_FIRST:
+            self._means[has_trees] = min(seconds, mean)
+        else:
+            self._means[has_trees] = mean + self.RATE * (min(seconds, CostModel.MAX_SURPRISE * mean) - mean)
+
+
 class SurvivalModel:
     """Chance that a node is accepted: the product, along its path, of how likely nodes are accepted whose parent is.
 

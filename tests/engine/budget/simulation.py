@@ -30,7 +30,7 @@ class Simulation:
     A step costs `fixed` seconds, `row` for each node, and `draft` if trees were requested, with `behind` for each step whose
     tokens the drafter did not get yet. Each node of a chain is accepted with probability `right` if its parent is.
     available: whether the drafter answers. others: requests beside them that cannot have trees.
-    gap: seconds between two steps, in which a drafter apart works too.
+    gap: seconds between two steps, in which a drafter apart works too. host: further ones beside a step with trees.
     context, context_token: tokens of each request's context, and what each of them adds to a step.
     small: requests that ask for trees of two nodes at most. ending: requests with room for one more drafted token.
     sampled: requests whose trees are drawn, and how likely each of their nodes is accepted.
@@ -46,6 +46,7 @@ class Simulation:
     behind: float = 0.0
     others: int = 0
     gap: float | None = None
+    host: float = 0.0
     context: int = 1
     context_token: float = 0.0
     small: int = 0
@@ -74,8 +75,9 @@ class Simulation:
             wait_s = max(self._wait(chosen[-1]) - (self.gap or 0.0), 0.0)
             batch, outputs = self._step(budget, chosen[-1] | without, rng)
             verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch) + self._context_s
-            budget.observe(batch, outputs, StepTimes(wait_s, verify_s, self.gap or 0.0))
-            self.now += wait_s + verify_s + (self.gap or 0.0)
+            other_s = (self.gap or 0.0) + (self.host if any(size.depth for size in chosen[-1].values()) else 0.0)
+            budget.observe(batch, outputs, StepTimes(wait_s, verify_s, other_s))
+            self.now += wait_s + verify_s + other_s
             chosen.append(budget.choose(names, most, self.others, step))
         usual_sizes = []
         for sizes in chosen:  # the same size for all but scouts

@@ -74,6 +74,22 @@ def test_a_straight_line_needs_no_further_sizes() -> None:
     assert table.sizes == [1, 4, 16, 32, 64, 128, 256, 512, 1024]
 
 
+def test_other_work_while_sizes_are_timed_changes_no_table() -> None:
+    """It takes half of the processor from the 5th to the 25th millisecond."""
+    clock = VirtualClock()
+
+    def work(num_rows: int) -> None:
+        seconds = 0.001 + 1e-4 * num_rows
+        clock.sleep(seconds * (2 if 0.005 < clock() < 0.025 else 1))
+
+    def rounds(num_rows: int) -> Iterator[Callable[[], object]]:
+        while True:
+            yield partial(work, num_rows)
+
+    table = measure_sizes(rounds, 16, clock)
+    assert table.at([1, 4, 16]).tolist() == pytest.approx([0.0011, 0.0014, 0.0026])
+
+
 def test_what_a_context_costs_is_measured_at_start(tiny_target: str) -> None:
     config = EngineConfig(max_kv_tokens=4096, draft_budget="adaptive", emulated_device="llama-3.1-8b@h200")
     engine = assemble_engine(load_target(tiny_target), None, config, TreeConfig(), RandomDrafter(48), clock=VirtualClock())

@@ -328,6 +328,18 @@ def test_trees_are_never_slower_than_plain_decoding(
     assert simulation.seconds_per_token(budget, 600, seed=1) <= plain / 0.965
 
 
+@pytest.mark.parametrize(("host", "pays"), [(0.6, False), (0.1, True)])
+def test_the_host_work_of_trees_is_a_cost_of_theirs(host: float, pays: bool) -> None:
+    """A tree yields 1.43 tokens here, and a step without one takes 1.2 s."""
+    simulation = Simulation(right=0.3, gap=0.2, host=host)
+    budget = simulation.budget()
+    budget.choose([], NODES)
+    budget.observe([], StepOutputs.of([]), StepTimes(0.0, simulation.fixed, 0.2))  # as of a prompt
+    simulation.sizes(budget, 100)
+    seconds_per_token = simulation.seconds_per_token(budget, 600)
+    assert seconds_per_token <= (1.01 * (1.2 + host) / 1.43 if pays else 1.02 * 1.2)
+
+
 def test_a_useless_drafter_stops_within_few_steps() -> None:
     """Little is lost at first, and a tree more."""
     simulation = Simulation(row=0.3, draft=1.0, right=0.0, batch=8)
