@@ -107,11 +107,12 @@ class DraftCosts:
 
 
 class HostCosts:
-    """Seconds of a step besides its pass and its draft, without trees and with them: the least of the first ones, as a longer
-    one may hide a draft, and then a mean.
+    """Seconds of a step besides its pass and its draft, without trees and with them.
+
+    The least of the first ones, as a longer one may hide a draft, and then a mean.
     """
 
-    RATE, NUM_FIRST = 0.1, 6  # weight of a step; steps of which the least counts
+    RATE, NUM_FIRST = 0.1, 6  # weight of a step; first steps, whose least counts
 
     def __init__(self) -> None:
         self._means, self._counts = [0.0, 0.0], [0, 0]  # without trees, with trees
