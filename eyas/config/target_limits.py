@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from eyas.config.file_values import check_source, check_values, read_json
 from eyas.config.gguf_files import local_folder
 from eyas.errors import CheckpointError, ConfigError
 
+# Layers whose rows attend to the keys that an indexer chooses.
+INDEXED = "indexed_attention"
 # Keys of config.json for the number of experts that rows are routed to.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -75,6 +78,21 @@ def check_quantization(asked: str, config: Mapping[str, Any], source: str) -> No
             f"quantization is {asked!r}, but the weights of {source!r} are {f'quantised by {found}' if found else 'plain'}; "
             f"take a checkpoint quantised by {asked}, leave it out, or on a CPU set it to int8, which rounds plain weights"
         )
+
+
+def context_limit(config: Any) -> int:
+    """Return the most tokens of a context that a model is served with. config: transformers', of the model.
+
+    With indexers these are no more than the keys that one chooses: up to there it chooses all.
+    """
+    text = config.get_text_config()
+    return min(int(text.max_position_embeddings), num_chosen_keys(config) or sys.maxsize)
+
+
+def num_chosen_keys(config: Any) -> int:
+    """Return how many keys the indexers of a model choose for a row; 0 without any. config: transformers'."""
+    text = config.get_text_config()
+    return int(text.index_topk) if INDEXED in (getattr(text, "layer_types", None) or ()) else 0
 
 
 def check_context(max_model_len: int, limit: int, source: str) -> None:

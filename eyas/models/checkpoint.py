@@ -29,10 +29,10 @@ from eyas.config import Dtype, EngineConfig
 from eyas.config.engine import INT8
 from eyas.config.file_values import check_source, check_values, read_json, shown
 from eyas.config.gguf_files import local_folder
-from eyas.config.target_limits import check_context, has_experts, quantisation, text_settings
+from eyas.config.target_limits import check_context, context_limit, has_experts, quantisation, text_settings
 from eyas.device.placement import DTYPES
 from eyas.device.processor import multiplies_halves
-from eyas.errors import CheckpointError, EyasError
+from eyas.errors import CheckpointError, ConfigError, EyasError
 from eyas.kernels.arguments import KVScales
 
 log = logging.getLogger(__name__)
@@ -597,8 +597,13 @@ def context_length(config: Any, max_model_len: int, name: str) -> int:
 
     config: transformers' of the model. Raises ConfigError above that limit.
     """
-    limit = int(config.get_text_config().max_position_embeddings)
-    check_context(max_model_len, limit, name)
+    check_context(max_model_len, int(config.get_text_config().max_position_embeddings), name)
+    limit = context_limit(config)
+    if max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, but Eyas serves {name!r} with {limit} tokens (index_topk in its "
+            "config.json): with more, its indexers would choose which of them a token attends to; lower it, or leave it out"
+        )
     return max_model_len or limit
 
 

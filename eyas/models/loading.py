@@ -20,7 +20,7 @@ from eyas.cache.states import START, StateStep
 from eyas.config.engine import INT8
 from eyas.config.file_values import shown
 from eyas.config.mtp_layouts import find_modules
-from eyas.config.target_limits import check_ranks, quantisation
+from eyas.config.target_limits import check_ranks, num_chosen_keys, quantisation
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
 from eyas.models.backends.packed_weights import (
@@ -52,9 +52,9 @@ from eyas.models.generation_config import end_tokens
 from eyas.models.inputs import Segment
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
 from eyas.models.layers.fused import fuse_layers, unfuse_layers
-from eyas.models.layers.latent import use_latents
+from eyas.models.layers.indexed import not_of_indexers, without_indexers
+from eyas.models.layers.mixers import use_pools
 from eyas.models.layers.numerics import pin_rotary, use_float32_head
-from eyas.models.layers.recurrent import use_states
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.parallel.shards import (
     LM_HEAD,
@@ -106,6 +106,7 @@ def load_target(
     architecture = _inspect(config, checkpoint)
     shapes = architecture.kv_shapes
     longest = context_length(config, max_model_len, checkpoint.path)
+    _report_limit(config, longest, checkpoint.path)
     names = stored_names(config, checkpoint, architecture.tensors)
     _check_shapes(architecture.tensors, config, checkpoint, names)
     ends = end_tokens(checkpoint.folder, config)
@@ -119,7 +120,7 @@ def load_target(
             optimize_for_cpu(model, computed)
             copy_stored_weights(model, computed)
         # a GPU alone may multiply by quantised weights, whose projections of latents become plain
-        model = use_states(use_latents(model if shard else model.to(torch.device(device))))
+        model = use_pools(model if shard else model.to(torch.device(device)))
         if shard is not None:
             shard_model(model, shard, [shape.num_heads for shape in shapes])
     model.name_or_path = checkpoint.path
@@ -146,7 +147,7 @@ def target_of(model: Any) -> TargetModel:
     for module in shared.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
-    use_states(use_latents(shared)).set_attn_implementation(ATTENTION_NAME)
+    use_pools(shared).set_attn_implementation(ATTENTION_NAME)
     architecture = inspect_architecture(read_model_config(model.name_or_path))
     help_layers(shared, architecture)
     target = TargetModel(shared, architecture=architecture)
@@ -155,6 +156,14 @@ def target_of(model: Any) -> TargetModel:
     drop_padding(target.config)
     _check_attention(target)
     return target
+
+
+def _report_limit(config: Any, max_model_len: int, source: str) -> None:
+    """Log a context that is shorter than the model's, because indexers would choose keys beyond it."""
+    own = config.get_text_config().max_position_embeddings
+    if max_model_len == num_chosen_keys(config) < own:
+        log.warning("%s: contexts end at %d tokens instead of %d, as index_topk in its config.json says. With more, its "
+                    "indexers would choose which of them a token attends to", source, max_model_len, own)  # fmt: skip
 
 
 def help_layers(model: Any, architecture: Architecture) -> None:
@@ -356,7 +365,7 @@ def _load_parts(
 
     def make_model() -> Any:
         model = auto_class(config).from_config(config, dtype=passes, attn_implementation=ATTENTION_NAME)
-        return use_states(use_latents(model))
+        return use_pools(model)
 
     if shard is None:
         model = _load_packed(make_model, files, passes, to_bytes)
@@ -391,7 +400,8 @@ def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names
 
     no_defaults: Any = GenerationConfig
     kind = quantisation(config)  # transformers takes it away where it dequantises
-    with explained(f"transformers cannot load a causal LM from {checkpoint.path!r}"), quiet_transformers():
+    what = f"transformers cannot load a causal LM from {checkpoint.path!r}"
+    with explained(what), quiet_transformers(), without_indexers():
         model, report = auto_class(config).from_pretrained(
             checkpoint.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,
@@ -411,8 +421,8 @@ def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names
 
 
 def _warn_of_unused(names: Iterable[str], source: object, config: Any) -> None:
-    """Log the tensors of these names, except tables and the tensors of modules for multi-token prediction."""
-    left = [name for name in names if not TABLE.search(name)]
+    """Log the tensors of these names, except tables, indexers and modules for multi-token prediction."""
+    left = [name for name in not_of_indexers(names) if not TABLE.search(name)]
     modules = find_modules(left, int(config.get_text_config().num_hidden_layers))
     if unused := sorted(name for name in left if not (modules and modules.owns(name))):
         log.warning("%s: its config asks for no tensor of the names %s; they are not used", source, shortened(unused))

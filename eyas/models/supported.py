@@ -13,16 +13,18 @@ from torch.overrides import TorchFunctionMode
 
 from eyas.cache.kv_cache import KVShape
 from eyas.cache.state_pools import StateShape
+from eyas.config.target_limits import INDEXED
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import explained
-from eyas.models.layers.latent import latent_projection, use_latents
+from eyas.models.layers.latent import latent_projection
+from eyas.models.layers.mixers import use_pools
 from eyas.models.layers.numerics import pin_rotary
-from eyas.models.layers.recurrent import StateCall, use_states
+from eyas.models.layers.recurrent import StateCall
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.text_part import architecture_class, auto_class, drop_padding, text_part
 
 RECORDING_ATTENTION = "eyas_recording"
-SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention", INDEXED}
 RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
 # Layers without attention or a state.
 PLAIN_LAYERS = {"mlp", "moe"}
@@ -171,10 +173,14 @@ def _check_architecture(config: Any) -> None:
     if config.is_encoder_decoder or getattr(text, "add_cross_attention", False):
         raise CheckpointError(f"{name} is an encoder-decoder or cross-attends; Eyas serves decoder-only models")
     types = _layer_types(config)
-    if unknown := sorted(set(types) - SUPPORTED_LAYERS - RECURRENT_LAYERS - PLAIN_LAYERS):
+    other = set() if hasattr(text, "index_topk") else {INDEXED}  # Qwen 4's indexer chooses blocks
+    if unknown := sorted(set(types) - (SUPPORTED_LAYERS - other) - RECURRENT_LAYERS - PLAIN_LAYERS):
         where = _layers([layer for layer, kind in enumerate(types) if kind in unknown])
         what = f"it has layers of types that Eyas does not support:{_listed(unknown)}, {where}"
         raise _refusal(name, what, "a mask and keys of their kind")
+
+    if not getattr(text, "index_kpool_always_select_tail", True):
+        raise _refusal(name, "its indexers leave out the last tokens (index_kpool_always_select_tail)", "its indexers")
 
 
 def trace_attention(config: Any) -> Trace:
@@ -198,7 +204,7 @@ def trace_attention(config: Any) -> Trace:
 
     with torch.device("meta"), torch.inference_mode(), _WithoutValues():
         model = auto_class(bare).from_config(bare, attn_implementation=RECORDING_ATTENTION, dtype=torch.bfloat16).eval()
-        pin_rotary(use_states(use_latents(model)), 0)
+        pin_rotary(use_pools(model), 0)
         try:
             return run(model, needs_relay=False)
         except _UndeliveredError:

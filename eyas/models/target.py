@@ -19,7 +19,7 @@ from torch import Tensor
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVShape
 from eyas.cache.state_pools import StatePools, StateShape
 from eyas.cache.states import StateSizes
-from eyas.config.target_limits import EXPERT_COUNTS
+from eyas.config.target_limits import EXPERT_COUNTS, context_limit
 from eyas.errors import CheckpointError, ConfigError
 from eyas.kernels.arguments import KVScales
 from eyas.models.backends.packed_weights import (
@@ -85,7 +85,7 @@ class TargetModel:
         embedding = model.get_input_embeddings()
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, PackedEmbedding) else embedding.weight.dtype
         self.vocab_size = int(self.config.vocab_size)
-        self.max_model_len = int(self.config.max_position_embeddings)
+        self.max_model_len = context_limit(self.config)
         self.eos_ids = _eos_ids(model)
         self._whole = architecture
         self.kv_scales: Sequence[KVScales] = ()  # of keys and values with 8 bits, by layer; empty for 1

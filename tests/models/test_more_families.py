@@ -15,8 +15,7 @@ from eyas.errors import CheckpointError
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
-from eyas.models.layers.latent import use_latents
-from eyas.models.layers.recurrent import use_states
+from eyas.models.layers.mixers import use_pools
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.loading import load_target, read_model_config
 from eyas.models.parallel.shards import Shard, shard_model
@@ -177,7 +176,7 @@ def rank_of(folder: str, rank: int) -> TargetModel:
     register_attention()
     config = read_model_config(folder)
     model: Any = auto_class(config).from_pretrained(folder, config=config, attn_implementation=ATTENTION_NAME)
-    use_states(use_latents(model))
+    use_pools(model)
     architecture, shard = inspect_architecture(config), Shard(rank, 2)
     set_windows(model, architecture.windows)
     if architecture.needs_relay:

@@ -32,16 +32,21 @@ LATENT_YARN = {
         "original_max_position_embeddings": 64,
     }
 }
+# An indexer that chooses 96 keys of a context of 256 tokens.
+INDEXED = {**GROUPED, **LATENT, "index_topk": 96, "index_n_heads": 2, "index_head_dim": 8}
+SHARED_INDEXED = {**INDEXED, "indexer_types": ["full", "shared", "full"]}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}
 
 
 # Families whose public checkpoints bring a module for multi-token prediction along, by model type: the layer's tensors.
 MODULES = {
     "deepseek_v3": "model.layers.{L+k}.*",
+    "deepseek_v32": "model.layers.{L+k}.*",
     "ernie4_5_moe": "model.mtp_block.{k}.*",
     "exaone_moe": "mtp.layers.{k}.*",
     "glm4_moe": "model.layers.{L+k}.*",
     "glm4_moe_lite": "model.layers.{L+k}.*",
+    "glm_moe_dsa": "model.layers.{L+k}.*",
     "hy_v3": "model.layers.{L+k}.*",
     "mellum": "mtp.layers.{k}.*",
     "qwen3_5_text": "mtp.layers.{k}.*",
@@ -105,6 +110,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "beam": {**MIXED, **EXPERTS, **SPARSE, **WIDE, "num_experts": 4, "n_group": 2, "topk_group": 1,
              "moe_intermediate_size": 16, "final_logit_softcapping": 3.0},
     "axk1": {**GROUPED, **LATENT, "v_head_dim": 12},
+    "axk2": {**INDEXED, "gated_norm_rank": 4},
     "biogpt": {},
     "bitnet": {},
     "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
@@ -115,7 +121,13 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "ctrl": {"n_positions": 256, "dff": 64},
     "cwm": {**MIXED, **SCALED, "head_dim": 8},
     "deepseek_v2": {**GROUPED, **LATENT},
+    "deepseek_v32": {**INDEXED, **LATENT_YARN, "v_head_dim": 12},
     "deepseek_v3": {**GROUPED, **LATENT, **LATENT_YARN, "v_head_dim": 12},
+    "dots3_note_text": {**INDEXED, "num_key_value_heads": 4, "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 12,
+                        "layer_types": ["indexed_attention", "sliding_attention"] * 2, "swa_head_dim": 12,
+                        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 8,
+                        "swa_kv_lora_rank": 12, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8,
+                        "moe_shared_expert_intermediate_size": 16},
     "dots1": {**GROUPED, **MIXED},
     "ernie4_5": {"head_dim": 8, "use_bias": True},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_intermediate_size": 16,
@@ -134,6 +146,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "glm": {**HALF, **WIDE, "attention_bias": True},
     "glm4": {**HALF, **WIDE, "attention_bias": True},
     "glm4_moe": {**GROUPED, **HALF, "use_qk_norm": True, "attention_bias": True},
+    "glm_moe_dsa": SHARED_INDEXED,
     "glm4_moe_lite": {**GROUPED, **SPARSE, **LATENT},
     "gpt_bigcode": {"n_positions": 256, "multi_query": True},
     "gpt_oss": {**MIXED, **EXPERTS, **YARN, "head_dim": 8, "num_local_experts": 4, "intermediate_size": 16},
@@ -146,6 +159,7 @@ MORE_FAMILIES: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8},
     "hunyuan_v1_dense": {"head_dim": 8, **rope("dynamic", alpha=100.0, factor=1.0)},
     "hy_v3": {**EXPERTS, **SPARSE, **WIDE, "num_experts": 4, "moe_intermediate_size": 16},
+    "hy_v4": {**SHARED_INDEXED, **SPARSE, "hc_mult": 2, "learnable_sink_init": 0.5, "swiglu_limit": 2.0},
     "hyperclovax": {**GRANITE, "head_dim": 8},
     "internlm3": {"head_dim": 8},
     "iquestcoder": {"head_dim": 8},
@@ -234,9 +248,24 @@ WRAPPED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                {"vision_config": {**VISION, "head_dim": 8, "num_key_value_heads": 2}, "audio_config": None}),
     "glm4v": ("glm4v_text", {**WIDE, **rope("default", mrope_section=[1, 1, 2], partial_rotary_factor=0.5)},
               {"vision_config": {**SMALL_VISION, "image_size": 28, "patch_size": 14}}),
+    # behind a delta layer no layer shares the choice of an indexer
+    "glm5_next": ("glm5_next_text",
+                  {**INDEXED, "num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "full"],
+                   "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+                   "qk_rope_head_dim": 0, "linear_num_heads": 4, "linear_head_dim": 8, "index_kpool": 4, "hc_mult": 2},
+                  {"vision_config": SMALL_VISION}),
     "idefics3": ("llama", {}, {"vision_config": VISION}),
     "internvl": ("qwen2", {}, {"vision_config": VISION}),
+    "kimi_k25": ("deepseek_v3", MORE_FAMILIES["deepseek_v3"],
+                 {"vision_config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+                                    "num_attention_heads": 2, "pos_emb_height": 4, "pos_emb_width": 4},
+                  "tie_word_embeddings": False}),
     "llava": ("llama", {}, {"vision_config": {**VISION, "model_type": "clip_vision_model"}}),
+    "mistral_large4": ("mistral_large4_text",
+                       {**{key: SHARED_INDEXED[key] for key in SHARED_INDEXED.keys() - {"q_lora_rank", "norm_topk_prob"}},
+                        **YARN, "num_hidden_layers": 4, "indexer_types": ["full", "shared"] * 2,
+                        "no_rope_layers": [1, 1, 0, 1], "kv_source_layers": [0, 0, 2, 0]},
+                       {"vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8}}),
     "mistral3": ("ministral3", MORE_FAMILIES["ministral3"],
                  {"vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8}}),
     "qwen2_5_vl": ("qwen2_5_vl_text", MROPE, {"vision_config": SMALL_VISION}),
@@ -264,7 +293,7 @@ NOT_OVER_RANKS = {
 }  # fmt: skip
 # Families whose hidden states a draft head cannot read.
 NO_FEATURES = {
-    "biogpt", "ctrl", "gemma3n_text", "gpt2", "gpt_bigcode", "gpt_neox", "modernbert-decoder", "opt",
+    "biogpt", "ctrl", "gemma3n_text", "gpt2", "gpt_bigcode", "gpt_neox", "hy_v4", "modernbert-decoder", "opt",
 }  # fmt: skip
 
 RECURRENT = "recurrent layers"
@@ -300,10 +329,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any] | None]] = {
     "jamba": (RECURRENT, {"attn_layer_period": 2, "attn_layer_offset": 1}),
     "minimax": (RECURRENT, SOME_LINEAR),
     "rwkv": (RECURRENT, {"attention_hidden_size": 32}),
-    **{kind: (OTHER_LAYERS.format("indexed_attention"), {}) for kind in (
-        "axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4",
-    )},
-    "dots3_note_text": (OTHER_LAYERS.format("indexed_attention"), None),
     "llama4_text": (OTHER_LAYERS.format("chunked_attention"), {"layer_types": ["chunked_attention"] * 3}),
     "minimax_m3_vl_text": (OTHER_LAYERS.format("minimax_m3_sparse"),
                            {"layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"]}),

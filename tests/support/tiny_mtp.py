@@ -46,6 +46,10 @@ def _with_layer(kind: str, **lists: str) -> dict[str, Any]:
 FAMILIES: dict[str, MtpFamily] = {
     "glm4_moe": MtpFamily("glm4_moe", f"model.layers.{LAYERS}", DEEPSEEK, MORE_FAMILIES["glm4_moe"]),
     "deepseek_v3": MtpFamily("deepseek_v3", f"model.layers.{LAYERS}", DEEPSEEK, MORE_FAMILIES["deepseek_v3"]),
+    "deepseek_v32": MtpFamily("deepseek_v32", f"model.layers.{LAYERS}", DEEPSEEK, MORE_FAMILIES["deepseek_v32"]),
+    "glm_moe_dsa": MtpFamily(
+        "glm_moe_dsa", f"model.layers.{LAYERS}", DEEPSEEK, _with_layer("glm_moe_dsa", indexer_types="full"),
+    ),
     "glm4_moe_lite": MtpFamily(
         "glm4_moe_lite", f"model.layers.{LAYERS}", DEEPSEEK, _with_layer("glm4_moe_lite", mlp_layer_types="sparse"),
     ),

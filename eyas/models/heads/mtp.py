@@ -36,7 +36,8 @@ from eyas.models.heads.layers import frozen, linear, quantise_head
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import PackedInputs
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention
-from eyas.models.layers.latent import use_latents
+from eyas.models.layers.indexed import not_of_indexers, without_indexers
+from eyas.models.layers.mixers import use_pools
 from eyas.models.loading import adapt_model, help_layers, quiet_transformers, read_model_config
 from eyas.models.supported import RECURRENT_LAYERS, Architecture, inspect_architecture
 from eyas.models.target import TargetModel
@@ -328,7 +329,7 @@ class MtpFiles:
         self._checkpoint = checkpoint
         self._read = read
         self.number = number
-        self.layer = modules.layer_tensors(checkpoint.files, number)
+        self.layer = modules.layer_tensors(not_of_indexers(checkpoint.files), number)
         parts = {"projection": layout.projection, "embedding_norm": layout.embedding_norm, "hidden_norm": layout.hidden_norm}
         self._parts = {key: f"{modules.name(template, number)}.weight" for key, template in parts.items()}
         final = modules.final_norm({*checkpoint.files, *target.files}, number)
@@ -394,7 +395,8 @@ def _make_model(config: Any, files: MtpFiles, architecture: Architecture, dtype:
 
     layer = next(match[0] for name in architecture.tensors if (match := OWN_LAYER.match(name)))
     no_defaults: Any = GenerationConfig
-    with explained(f"transformers cannot load the module for multi-token prediction of {files}"), quiet_transformers():
+    what = f"transformers cannot load the module for multi-token prediction of {files}"
+    with explained(what), quiet_transformers(), without_indexers():
         model, report = architecture_class(config).from_pretrained(
             None, config=config, state_dict=files.weights(layer, not config.tie_word_embeddings), dtype=dtype,
             attn_implementation=ATTENTION_NAME, generation_config=no_defaults(), ignore_mismatched_sizes=True,
@@ -417,4 +419,4 @@ def _make_model(config: Any, files: MtpFiles, architecture: Architecture, dtype:
         )
     model.name_or_path = str(files)
     help_layers(model.get_decoder(), architecture)
-    return use_latents(model)
+    return use_pools(model)

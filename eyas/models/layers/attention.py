@@ -47,9 +47,11 @@ def set_windows(model: nn.Module, windows: Mapping[int, int | None]) -> None:
 def kv_sources(config: Any) -> list[int]:
     """Return the layer whose keys and values each layer reads; empty if each has its own.
 
-    In Gemma 4 the last layers read those of the last layer of their type that has its own.
+    In Gemma 4 the last layers read those of the last layer of their type that has its own. Mistral Large 4 names them.
     """
     text = config.get_text_config()
+    if named := getattr(text, "kv_source_layers", None):
+        return list(named) if list(named) != list(range(len(named))) else []
     modes, types = getattr(text, "kv_sharing_modes", None), getattr(text, "layer_types", None)
     if modes is None or types is None or "reuse" not in modes:
         return []

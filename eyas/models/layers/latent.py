@@ -82,7 +82,7 @@ def use_latents(model: nn.Module) -> Any:
                     "take a checkpoint whose attention is not quantised, or quantised by fp8 or torchao"
                 )
             own: Any = module
-            weight = _plain_weight(projection, own.kv_a_layernorm.weight)
+            weight = _plain_weight(projection, getattr(own.kv_a_layernorm, "weight", projection.weight))
             setattr(module, PROJECTION, LatentProjection(weight, own.qk_nope_head_dim, own.v_head_dim))
             own.expand_kv = _joined
     return model

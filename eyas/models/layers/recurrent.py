@@ -134,6 +134,11 @@ def use_states(model: nn.Module) -> Any:
     return model
 
 
+def is_recurrent(module: nn.Module) -> bool:
+    """Return whether a module is a mixer that `use_states` changed."""
+    return isinstance(vars(module).get("forward"), MethodType) and hasattr(module, "layer_idx")
+
+
 def _chosen(name: str, layer: int, own: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls ours in a pass of Eyas, and in others transformers' own."""
     method = {CONVOLUTION: "convolve", MAMBA_2: "mamba_2"}.get(name, "delta_rule")

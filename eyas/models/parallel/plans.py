@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from eyas.models.layers.latent import latent_projection
+from eyas.models.layers.recurrent import is_recurrent
 
 # By class, below the decoder. Experts of gpt-oss hold their weights transposed, gate_up [E, C, 2 I] and down [E, I, C].
 # Gates and ups take turns in gate_up: a contiguous part of it holds whole pairs, where halves would part them.
@@ -33,6 +34,7 @@ LATENT_PLAN = {
     "q_b_proj": "colwise",
     "kv_b_proj": "colwise",
     "g_proj": "colwise",
+    "softmax_scaling": "colwise",
     "o_proj": "rowwise",
 }
 
@@ -45,4 +47,6 @@ def plan_of(model: Any) -> dict[str, str]:
     if plan:
         latent = [path for path, module in model.named_modules() if latent_projection(module)]
         plan |= {f"{path}.{name}": style for path in latent for name, style in LATENT_PLAN.items()}
+        mixers = [(path, module) for path, module in model.named_modules() if is_recurrent(module)]
+        plan |= {f"{path}.{name}": "replicate" for path, mixer in mixers for name, _ in mixer.named_children()}
     return plan

@@ -239,8 +239,8 @@ def _layer_shard(path: str, style: str | None, shard: Shard, kv_heads: Sequence[
 
 
 def _style(plan: dict[str, str], path: str) -> str | None:
-    """Return how the plan splits a module. It may write `*` for the number of a layer."""
-    return plan.get(".".join("*" if part.isdigit() else part for part in path.split("."))) or plan.get(path)
+    """Return how the plan splits a module. It may write `*` for the number of a layer; a whole path goes first."""
+    return plan.get(path) or plan.get(".".join("*" if part.isdigit() else part for part in path.split(".")))
 
 
 def _norm_style(plan: dict[str, str], path: str, module: nn.Module) -> str | None:
