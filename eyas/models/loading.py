@@ -66,7 +66,15 @@ from eyas.models.parallel.shards import (
 )
 from eyas.models.supported import Architecture, inspect_architecture, trace_attention
 from eyas.models.target import PASS_ARGUMENTS, TargetModel
-from eyas.models.text_part import StoredNames, auto_class, drop_padding, find_stored_names, is_nested, text_part
+from eyas.models.text_part import (
+    OTHER_NAMES,
+    StoredNames,
+    auto_class,
+    drop_padding,
+    find_stored_names,
+    is_nested,
+    text_part,
+)
 
 # Settings whose value may show in a tensor's shape.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim")
@@ -218,7 +226,8 @@ def read_model_config(source: CheckpointSource) -> Any:
         raise CheckpointError(f"{file}: model_type is left out; it names the architecture, such as llama")
     try:
         with explained(f"transformers cannot read the config of {str(checkpoint.folder)!r}"):
-            config = AutoConfig.from_pretrained(checkpoint.folder)
+            is_known = raw["model_type"] not in OTHER_NAMES
+            config = AutoConfig.from_pretrained(checkpoint.folder) if is_known else _make_config(raw)
     except CheckpointError as error:
         raise _named(error, file, raw, _make_config) from error.__cause__
     config = text_part(config)
@@ -241,7 +250,8 @@ def _make_config(values: Mapping[str, Any]) -> Any:
     """Return transformers' config of these values."""
     from transformers import AutoConfig
 
-    return AutoConfig.for_model(**values)
+    name = values["model_type"]
+    return AutoConfig.for_model(**{**values, "model_type": OTHER_NAMES.get(name, name)})
 
 
 def _named(

@@ -13,6 +13,8 @@ from eyas.errors import CheckpointError
 
 EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 HEAD = "lm_head.weight"
+# Names in checkpoints that bring code of their own along, which is not run, and the same architectures in transformers.
+OTHER_NAMES = {"kimi_k2": "deepseek_v3"}
 
 
 def text_part(config: Any) -> Any:
@@ -131,4 +133,5 @@ def find_stored_names(own: Iterable[str], stored: Collection[str]) -> StoredName
 
 def is_nested(config: Any, raw: Mapping[str, Any]) -> bool:
     """Return whether a config is of the text part of what config.json, `raw`, describes."""
-    return bool(config.model_type != raw.get("model_type"))
+    name = raw.get("model_type")
+    return bool(config.model_type != OTHER_NAMES.get(str(name), name))

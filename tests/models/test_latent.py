@@ -1,6 +1,7 @@
 """Latent attention: a slot holds one latent for all heads, and absorbed and expanded products agree with transformers."""
 
 import importlib.util
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from eyas.models.target import TargetModel
 from tests.models.test_more_families import PREFIX, SLOTS, check_exact, tree_segment, write
 from tests.models.test_sinks import logits_of
 from tests.models.test_target import expected, run, segment
+from tests.support.families import write_wrapped
 from tests.support.reference import load_reference
 
 # Values wider than keys without rotation and as wide; two attentions in a layer.
@@ -94,6 +96,35 @@ def test_latents_of_8_bits_have_one_scale(tmp_path: Path) -> None:
     target.kv_dtype = KV_CACHE_DTYPES["fp8"]
     narrow = logits_of(target, target)
     assert float((narrow - whole).abs().mean()) < 0.2 * float(whole.abs().mean())
+
+
+def rename(folder: str, **names: Any) -> dict[str, Any]:
+    """Write a config as Moonshot publishes it, with code that is not run. Returns what it was."""
+    file = Path(folder, "config.json")
+    config: dict[str, Any] = json.loads(file.read_text())
+    code = {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    file.write_text(json.dumps({**config, **code, **names}))
+    return config
+
+
+@pytest.mark.filterwarnings("error")
+def test_kimi_k2_is_read_as_the_architecture_that_it_has(tmp_path: Path) -> None:
+    folder = write("deepseek_v3", tmp_path)
+    whole = expected(folder, PREFIX)
+    rename(folder, model_type="kimi_k2")
+    target = load_target(folder)
+    (found,) = run(target, [segment(PREFIX, 0, SLOTS[:37], SLOTS[:0])], target.new_kv_cache(400))
+    torch.testing.assert_close(found, whole, atol=1e-4, rtol=1e-4)
+    assert target.kv_shapes == [SHAPE] * 3
+
+
+def test_the_text_part_of_kimi_k25_may_have_its_own_name(tmp_path: Path) -> None:
+    folder = write_wrapped("kimi_k25", tmp_path)
+    config = rename(folder)
+    rename(folder, text_config={**config["text_config"], "model_type": "kimi_k2"})
+    target = load_target(folder)
+    assert type(target.model).__name__ == "DeepseekV3ForCausalLM"
+    check_exact(target, folder)
 
 
 def test_a_model_that_is_loaded_already_keeps_its_own_form(tmp_path: Path) -> None:

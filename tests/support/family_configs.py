@@ -354,7 +354,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any] | None]] = {
 SAME_AS = {
     "gemma3n": "gemma3n_text", "gemma4_unified": "gemma4_unified_text", "gpt-sw3": "gpt2", "llama4": "llama4_text",
     "dots3_note": "dots3_note_text", "fuyu": "persimmon", "got_ocr2": "qwen2", "moss_transcribe_diarize": "qwen3",
-    "qwen4_exp": "qwen4_exp_text",
+    "kimi_k2": "deepseek_v3", "qwen4_exp": "qwen4_exp_text",
 }  # fmt: skip
 # No claim is made: they make images or sound, draft for one target, or do not run from their config alone.
 NOT_JUDGED = {
