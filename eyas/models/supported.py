@@ -19,7 +19,7 @@ from eyas.models.checkpoint import explained
 from eyas.models.layers.latent import latent_projection
 from eyas.models.layers.mixers import use_pools
 from eyas.models.layers.numerics import pin_rotary
-from eyas.models.layers.recurrent import StateCall
+from eyas.models.layers.recurrent import StateCall, is_recurrent
 from eyas.models.layers.relay import relay_arguments
 from eyas.models.text_part import architecture_class, auto_class, drop_padding, text_part
 
@@ -117,6 +117,9 @@ def inspect_architecture(config: Any) -> Architecture:
     calls = sorted(trace.calls, key=lambda call: call.layer)
     states = _joined_states(trace.states)
     _check_states(config, states)
+    if states and not calls:
+        what = f"{_layers(range(num_layers))} are recurrent, and no layer attends"
+        raise _refusal(name, what, "contexts and memory that do not go by slots of keys")
     has_nothing = [layer for layer, kind in enumerate(_layer_types(config)) if kind in PLAIN_LAYERS]
     if missing := sorted(set(range(num_layers)) - {call.layer for call in calls} - states.keys() - set(has_nothing)):
         what = f"{_layers(missing)} do not attend to the text through transformers' interface"
@@ -200,6 +203,9 @@ def trace_attention(config: Any) -> Trace:
         model(input_ids=rows, attention_mask=rows, position_ids=rows, use_cache=False, logits_to_keep=rows[0, :1],
               calls=calls)  # fmt: skip
         states = [call for call in calls if isinstance(call, StateCall)]
+        mixers = {module.layer_idx for module in model.modules() if is_recurrent(module)}
+        if not needs_relay and mixers - {call.layer for call in states}:
+            raise _UndeliveredError("its layers do not pass keyword arguments on to recurrent mixers")
         return Trace([call for call in calls if isinstance(call, AttentionCall)], states, model, needs_relay)
 
     with torch.device("meta"), torch.inference_mode(), _WithoutValues():
@@ -213,7 +219,7 @@ def trace_attention(config: Any) -> Trace:
 
 
 class _UndeliveredError(TypeError):
-    """Raised by attention that did not get the arguments of the pass."""
+    """Raised where attention or a recurrent mixer did not get the arguments of the pass."""
 
 
 class _WithoutValues(TorchFunctionMode):

@@ -33,7 +33,7 @@ RNG = np.random.default_rng(1)
 LONG = RNG.integers(3, 48, 90).tolist()
 # The fourth leaves the third after 60 tokens, the fifth is the third again.
 PROMPTS = [[5, 9, 11], RNG.integers(3, 48, 37).tolist(), LONG, [*LONG[:60], 7, 8, 9], LONG]
-KINDS = ("qwen3_5_text", "falcon_h1")
+KINDS = ("qwen3_5_text", "falcon_h1", pytest.param("jamba", marks=pytest.mark.nightly))
 
 
 @pytest.fixture(scope="module", params=KINDS)

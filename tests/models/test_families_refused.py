@@ -25,9 +25,9 @@ from tests.support.family_configs import (
     LONG,
     MORE_FAMILIES,
     NEEDED,
+    NO_ATTENTION,
     NOT_JUDGED,
     ONCE,
-    RECURRENT,
     REFUSED,
     SAME_AS,
     WRAPPED,
@@ -48,7 +48,7 @@ def test_a_refusal_names_layers_and_what_is_missing(model_type: str) -> None:
         assert re.search(r"layers \[\d", str(refusal.value)), "it says which layers"
 
 
-@pytest.mark.parametrize(("model_type", "reason"), [("mamba", RECURRENT), ("vit", "has no causal language model")])
+@pytest.mark.parametrize(("model_type", "reason"), [("mamba", NO_ATTENTION), ("vit", "has no causal language model")])
 def test_an_unsupported_model_is_rejected_without_weights(model_type: str, reason: str, tmp_path: Path) -> None:
     config_of(model_type).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=reason):

@@ -217,10 +217,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 32, "mamba_rms_norm": True, "ssm_in_multiplier": 0.7},
     "granitemoehybrid": {**_TYPES, **_MAMBA, **GRANITE, **EXPERTS, "num_local_experts": 4, "shared_intermediate_size": 16},
+    "jamba": {**EXPERTS, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 4,
+              "num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
     "kimi_linear": {**_TYPES, **_LATENT_EXPERTS, "linear_head_dim": 8, "linear_num_heads": 4},
     "lfm2": CONV,
     "lfm2_moe": {**CONV, **EXPERTS, "num_experts": 4, "num_dense_layers": 1, "moe_intermediate_size": 16},
     "lfm3": WIDE,
+    "minimax": {**_TYPES, **EXPERTS, "head_dim": 8, "num_local_experts": 4, "block_size": 16,
+                "linear_attn_beta_factor": 0.7},
     "nemotron_h": {"layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
                    "head_dim": 8, "ssm_state_size": 8, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2,
                    "chunk_size": 16, "n_routed_experts": 4, "moe_intermediate_size": 16,
@@ -297,6 +301,7 @@ NO_FEATURES = {
 }  # fmt: skip
 
 RECURRENT = "recurrent layers"
+NO_ATTENTION = "are recurrent, and no layer attends"
 OTHER_LAYERS = "layers of types that Eyas does not support: {}"
 NO_INTERFACE = "do not attend to the text through transformers' interface"
 BOTH_WAYS = "attend in both directions"
@@ -306,6 +311,7 @@ ARGUMENTS = "attention arguments that Eyas does not support"
 # What Eyas would need to serve them, as refusals say; an encoder-decoder is out of its scope.
 NEEDED = {
     RECURRENT: "their functions over a draft tree",
+    NO_ATTENTION: "contexts and memory that do not go by slots of keys",
     NO_INTERFACE: "attention code of its own for them",
     BOTH_WAYS: "tokens that are all known before the pass",
     ONCE: "several sets of keys for a layer",
@@ -314,20 +320,19 @@ NEEDED = {
         "chunked_attention", "heavily_compressed_attention", "indexed_attention", "minimax_m3_sparse",
     )},
 }  # fmt: skip
-SOME_LINEAR = {"layer_types": ["linear_attention", "full_attention", "full_attention"]}
 # Families that are refused: what the refusal says, and settings beside the tiny ones. None: no tiny config exists.
 REFUSED: dict[str, tuple[str, dict[str, Any] | None]] = {
     **{kind: (RECURRENT, {}) for kind in (
-        "falcon_mamba", "inkling2_text", "inkling_text", "mamba", "recurrent_gemma", "xlstm", "zaya",
+        "inkling2_text", "inkling_text", "recurrent_gemma", "xlstm", "zaya",
     )},
-    "mamba2": (RECURRENT, None),
+    "falcon_mamba": (NO_ATTENTION, {}),
+    "mamba": (NO_ATTENTION, {}),
+    "mamba2": (NO_ATTENTION, None),
     "zamba": (NO_INTERFACE, {}),
     "zamba2": (ONCE, None),
     "deepseek_v4": (OTHER_LAYERS.format("heavily_compressed_attention"), {}),
     "qwen4_exp_text": (OTHER_LAYERS.format("indexed_attention"),
                        {"layer_types": ["linear_attention", "linear_attention", "indexed_attention"]}),
-    "jamba": (RECURRENT, {"attn_layer_period": 2, "attn_layer_offset": 1}),
-    "minimax": (RECURRENT, SOME_LINEAR),
     "rwkv": (RECURRENT, {"attention_hidden_size": 32}),
     "llama4_text": (OTHER_LAYERS.format("chunked_attention"), {"layer_types": ["chunked_attention"] * 3}),
     "minimax_m3_vl_text": (OTHER_LAYERS.format("minimax_m3_sparse"),

@@ -1,4 +1,4 @@
-"""Recurrent layers over the nodes of draft trees: gated delta nets, delta attention with gates of channels, and Mamba-2.
+"""Recurrent layers over the nodes of draft trees: gated delta nets, delta attention with gates of channels, and Mamba.
 
 All of them keep a state S [K, V] for each head. A node decays the state of its parent and adds an outer product to it:
 S_i = exp(g_i) S_parent + k_i d_i. Along the path from the root to node i the decays add up to G_i, so nodes need no states
@@ -136,6 +136,22 @@ def products(queries: Tensor, keys: Tensor, sums: Tensor, seen: Tensor) -> Tenso
     return torch.cat(found)
 
 
+def walk(queries: Tensor, keys: Tensor, updates: Tensor, gates: Tensor, seen: Tensor, states: Tensor) -> Tensor:
+    """Return q_i S_i for every row, [B, N, H, V], one row after another: for gates of channels [B, N, H, K] and values of a
+    few numbers, where `products` would compute a table of all pairs for each channel. Arguments are as in `outputs`.
+    """
+    segments, count = seen.shape[:2]
+    places = torch.arange(1, count + 1, device=seen.device)
+    parents = (seen.tril(-1) * places).amax(2)  # the last of a row's ancestors [B, N]; 0 is before the first
+    each = torch.arange(segments, device=seen.device)
+    after = states.new_empty(count + 1, *states.shape)
+    after[0] = states
+    for row in range(count):
+        added = keys[:, row, :, :, None] * updates[:, row, :, None]
+        after[row + 1] = gates[:, row].exp()[..., None] * after[parents[:, row], each] + added
+    return (queries.transpose(0, 1)[..., None] * after[1:]).sum(3).transpose(0, 1)
+
+
 def delta_updates(keys: Tensor, values: Tensor, betas: Tensor, sums: Tensor, seen: Tensor, states: Tensor) -> Tensor:
     """Return what each row adds by the gated delta rule (arXiv 2412.06464): d_i = beta_i (v_i - k_i exp(g_i) S_parent).
 
@@ -197,7 +213,7 @@ def _prepared(inputs: RecurrentInputs) -> RecurrentInputs:
         queries, keys = (_normalized(x) for x in (queries, keys))
         queries = queries * queries.shape[-1] ** -0.5
     shared = values.shape[1] // keys.shape[1]
-    queries, keys = (x.float().repeat_interleave(shared, 1) for x in (queries, keys))
+    queries, keys = (_of_heads(x.float(), shared) for x in (queries, keys))
     return RecurrentInputs(queries, keys, values.float(), gates.float(), betas.float(), is_delta)
 
 
@@ -206,9 +222,16 @@ def _compute(inputs: RecurrentInputs, pieces: Pieces, states: Tensor) -> _Comput
     queries, keys, values, gates, betas = (_of(x, pieces) for x in inputs[:5])
     sums = path_sums(gates, pieces.seen)
     updates = values * betas[..., None]
+    if gates.ndim == keys.ndim and not inputs.is_delta:
+        return _Computed(walk(queries, keys, updates, gates, pieces.seen, states), keys, updates, sums)
     if inputs.is_delta:
         updates = delta_updates(keys, values, betas, sums, pieces.seen, states)
     return _Computed(outputs(queries, keys, updates, sums, pieces.seen, states), keys, updates, sums)
+
+
+def _of_heads(x: Tensor, shared: int) -> Tensor:
+    """Return vectors [R, J, K] for each of the heads that share one, [R, J * shared, K]."""
+    return x.expand(-1, shared, -1) if x.shape[1] == 1 else x.repeat_interleave(shared, 1)
 
 
 def _of(rows: Tensor, pieces: Pieces) -> Tensor:

@@ -1,7 +1,8 @@
-"""Recurrent layers over pools of states: gated delta nets, Kimi delta attention, Mamba-2 and short convolutions.
+"""Recurrent layers over pools of states: gated delta nets, Kimi delta attention, Mamba, lightning attention, convolutions.
 
 transformers' mixers stay as they are. Without a cache each calls a causal convolution and a scan by their names in its
-module. A mixer of ours has the same code with other functions under these names: they take the states of the pass.
+module. A mixer of ours has the same code with other functions under these names: they take the states of the pass. Lightning
+attention computes its recurrence in its own forward, which is replaced.
 
 Legend: R packed rows, B segments, H heads, K and V widths of keys and values, C channels and W width of the convolution.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -27,8 +29,13 @@ from eyas.models.recurrent_rows import RecurrentRows
 
 CONVOLUTION = "causal_conv1d_fn"
 DELTA_RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-MAMBA_2 = "mamba2_chunk_scan"
-REPLACED = (CONVOLUTION, *DELTA_RULES, MAMBA_2)
+MAMBA_1, MAMBA_2 = "mamba_selective_scan", "mamba2_chunk_scan"
+SCANS = (*DELTA_RULES, MAMBA_1, MAMBA_2)
+REPLACED = (CONVOLUTION, *SCANS)
+# The buffer that only lightning attention has: what each head's state loses with a token.
+LIGHTNING = "slope_rate"
+# Arguments of a pass for these functions; `mamba_selective_scan` is called without, after the convolution.
+PASS_ARGUMENTS = ("packed", "kv_cache", "calls")
 # What a mixer with a recurrence, not a convolution alone, calls of transformers' cache.
 KEEPS_STATE = "update_recurrent_state"
 
@@ -76,6 +83,30 @@ class RecurrentFunctions:
         found = self._scan(RecurrentInputs(C[0], B[0], x, gates, steps, is_delta=False), packed, kv_cache)
         return (found if D is None else found + x.float() * D[:, None])[None]
 
+    def mamba_1(  # noqa: PLR0913  # the signature that transformers calls
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, *, packed: PackedInputs,
+        kv_cache: KVCache, **_: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return the outputs [1, C, R] of Mamba (arXiv 2312.00752): each channel is a head with a value of one number, whose
+        keys B decay by gates dt A of their own.
+        """
+        x = hidden_states[0].T
+        steps = dt[0].T if delta_bias is None else dt[0].T + delta_bias.to(dt.dtype)
+        steps = (F.softplus(steps) if delta_softplus else steps).float()
+        inputs = RecurrentInputs(C[0].T[:, None], B[0].T[:, None], x[..., None], steps[..., None] * A.float(), steps, False)
+        found = self._scan(inputs, packed, kv_cache)[..., 0]
+        found = found if D is None else found + x.float() * D
+        return (found if z is None else found * F.silu(z[0].T.float())).T[None]
+
+    def lightning(
+        self, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, packed: PackedInputs, kv_cache: KVCache, **_: Any
+    ) -> Tensor:
+        """Return the outputs [1, R, H, V] of lightning attention (arXiv 2401.04658), whose heads decay by constants."""
+        gates = -slopes.float().flatten().expand(query.shape[1:3])
+        inputs = RecurrentInputs(query[0], key[0], value[0], gates, torch.ones_like(gates), is_delta=False)
+        return self._scan(inputs, packed, kv_cache).to(query.dtype)[None]
+
     def _scan(self, inputs: RecurrentInputs, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
         kernels = recurrent_kernels(packed.metadata is not None, inputs.gates.ndim > inputs.betas.ndim)
         return kernels.scan(inputs, *_states(kv_cache, packed, self.layer))
@@ -113,6 +144,17 @@ class RecordedFunctions:
         calls.append(StateCall(self._layer, StateShape(x.shape[2], B.shape[3], x.shape[3], 1, 0, 1)))
         return x
 
+    def mamba_1(self, x: Tensor, dt: Tensor, A: Tensor, *_: Any, calls: list[Any], **__: Any) -> Tensor:
+        """Record a scan of Mamba."""
+        calls.append(StateCall(self._layer, StateShape(A.shape[0], A.shape[1], 1, A.shape[1], 0, 1)))
+        return x
+
+    def lightning(self, query: Tensor, *_: Any, calls: list[Any], **__: Any) -> Tensor:
+        """Record lightning attention."""
+        heads, width = query.shape[2:]
+        calls.append(StateCall(self._layer, StateShape(heads, width, width, 1, 0, 1)))
+        return query
+
 
 def use_states(model: nn.Module) -> Any:
     """Let every recurrent mixer of a model take its states from the pools of the pass. Returns the model.
@@ -123,10 +165,14 @@ def use_states(model: nn.Module) -> Any:
         layer: Any = getattr(module, "layer_idx", None)
         forward: Any = inspect.unwrap(type(module).forward)
         named = set(forward.__code__.co_names)
-        has_scan = bool(named & {*DELTA_RULES, MAMBA_2}) or KEEPS_STATE not in named
-        if layer is None or "forward" in vars(module) or CONVOLUTION not in named or not has_scan:
+        if layer is None or "forward" in vars(module):
             continue
-        found = {name: _chosen(name, int(layer), forward.__globals__[name]) for name in REPLACED if name in named}
+        if hasattr(module, LIGHTNING):
+            module.forward = MethodType(partial(_lightning, int(layer)), module)
+        if CONVOLUTION not in named or not (named & {*SCANS} or KEEPS_STATE not in named):
+            continue
+        given: dict[str, Any] | None = {} if MAMBA_1 in named else None
+        found = {name: _chosen(name, int(layer), forward.__globals__[name], given) for name in REPLACED if name in named}
         own = FunctionType(forward.__code__, {**forward.__globals__, **found}, forward.__name__, forward.__defaults__,
                            forward.__closure__)  # fmt: skip
         own.__kwdefaults__ = forward.__kwdefaults__
@@ -139,12 +185,30 @@ def is_recurrent(module: nn.Module) -> bool:
     return isinstance(vars(module).get("forward"), MethodType) and hasattr(module, "layer_idx")
 
 
-def _chosen(name: str, layer: int, own: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ours in a pass of Eyas, and in others transformers' own."""
-    method = {CONVOLUTION: "convolve", MAMBA_2: "mamba_2"}.get(name, "delta_rule")
+def _lightning(layer: int, module: Any, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
+    """Run MiniMaxLightningAttention over the states of a pass; hidden_states [1, R, C]."""
+    mixed = module.act_fn(module.qkv_proj(hidden_states))
+    query, key, value = mixed.view(*mixed.shape[:2], module.num_attention_heads, -1).split(module.head_dim, 3)
+    kind = RecurrentFunctions if "packed" in given else RecordedFunctions
+    attended = kind(layer).lightning(query, key, value, module.slope_rate, **given)
+    return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * module.norm(attended.flatten(2))), None
+
+
+def _chosen(name: str, layer: int, own: Callable[..., Any], given: dict[str, Any] | None) -> Callable[..., Any]:
+    """Return a function that calls ours in a pass of Eyas, and in others transformers' own.
+
+    given: takes the arguments of the pass from a convolution to a scan that is called without them.
+    """
+    method = {CONVOLUTION: "convolve", MAMBA_1: "mamba_1", MAMBA_2: "mamba_2"}.get(name, "delta_rule")
     ours, recorded = (getattr(kind(layer), method) for kind in (RecurrentFunctions, RecordedFunctions))
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if given is not None and name == CONVOLUTION:
+            given.clear()
+            given.update({key: kwargs[key] for key in PASS_ARGUMENTS if key in kwargs})
+        elif given:
+            kwargs |= given
+            given.clear()  # a KV cache is not kept
         chosen = ours if "packed" in kwargs else recorded if kwargs.get("calls") is not None else own
         return chosen(*args, **kwargs)
 
