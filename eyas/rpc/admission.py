@@ -18,6 +18,7 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from ipaddress import IPv6Address, IPv6Network, ip_address
+from threading import Lock
 from typing import Any, NoReturn, TypeAlias, cast
 from urllib.parse import unquote
 
@@ -126,9 +127,10 @@ def _duplicate(descriptor: int) -> socket.socket:
 
 
 class MemoryBudget:
-    """The bytes that all unfinished requests may hold together: bodies, and output until it is sent. For one event loop."""
+    """The bytes that all unfinished requests may hold together: bodies, and output until it is sent. Thread-safe."""
 
     def __init__(self, limits: LimitsConfig) -> None:
+        self._lock = Lock()  # guards the limit
         self._limit = FairLimit(limits.max_pending_bytes, limits.max_request_bytes)
 
     @property
@@ -152,17 +154,19 @@ class MemoryBudget:
                     "key or address may hold of limits.max_pending_bytes; ask for fewer log-probabilities or completions, "
                     "send several requests, stream long answers, or raise the limit"
                 )
-            if not self._limit.fits(callers, num_bytes):
-                who = "this key or address holds its share" if num_bytes <= self._limit.num_free else "requests hold all"
-                hint = "try again when some end, and stream long answers"
-                raise Overloaded(f"{who} of limits.max_pending_bytes in unfinished requests; {hint}", 1.0)
-            self._limit.take(callers, num_bytes)
+            with self._lock:
+                if not self._limit.fits(callers, num_bytes):
+                    who = "this key or address holds its share" if num_bytes <= self._limit.num_free else "requests hold all"
+                    hint = "try again when some end, and stream long answers"
+                    raise Overloaded(f"{who} of limits.max_pending_bytes in unfinished requests; {hint}", 1.0)
+                self._limit.take(callers, num_bytes)
             taken += num_bytes
 
         try:
             yield take
         finally:
-            self._limit.take(callers, -taken)
+            with self._lock:
+                self._limit.take(callers, -taken)
 
 
 def given_key(headers: Mapping[str, Any]) -> str:

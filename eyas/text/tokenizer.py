@@ -324,7 +324,7 @@ class TextStream:
             is_hidden = (is_end or is_skipped) and token in self._tokenizer.special
             is_read = is_hidden and token in self._names
             text = self._before_kept() if is_read else "" if is_hidden else self._decode(token)
-            if self._num_unsearched > 0:
+            if self._num_unsearched > 0 or not self._stops:
                 self._num_unsearched -= 1
                 texts.append(text)
                 continue

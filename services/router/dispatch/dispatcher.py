@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Self
 
 import grpc
@@ -241,7 +240,7 @@ class Dispatcher:
         return pair if state.excluded_since is not None and now >= state.excluded_since + ISOLATION_S else None
 
     @contextmanager
-    def _call(self, pair: Pair, call: GenerateCall, context: RequestContext) -> Iterator[_UpstreamCall]:
+    def _call(self, pair: Pair, call: GenerateCall, context: RequestContext) -> Iterator[UpstreamCall]:
         """Call a verifier while the body runs; leaving it early cancels the call."""
         remaining_s = context.deadline - asyncio.get_running_loop().time()
         stub = GenerationStub(self._workers.channel(pair.verifier))
@@ -249,9 +248,10 @@ class Dispatcher:
         stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
         with self._workers.in_flight(pair, stream.cancel):
             try:
-                num_left, vocab_size = call.request.sampling.max_tokens, pair.verifier.model.vocab_size
                 with TimeLimit(context.deadline, stream.cancel) as limit:
-                    yield _UpstreamCall(stream, call.request, limit, vocab_size, num_left)
+                    yield UpstreamCall(
+                        stream, call.request, limit, pair.verifier.model.vocab_size, call.request.sampling.max_tokens
+                    )
             finally:
                 stream.cancel()
 
@@ -272,7 +272,7 @@ class Dispatcher:
 
 
 @dataclass
-class _UpstreamCall:
+class UpstreamCall:
     """A call to one verifier, whose chunks are read one by one. num_left: tokens that it may still send."""
 
     stream: GenerateStream
@@ -283,13 +283,44 @@ class _UpstreamCall:
     is_finished: bool = False
 
     async def read(self, stall_timeout_s: float) -> Chunk:
-        """Return the next chunk. Raises as `read_chunk`, and Unavailable for a chunk that no sound verifier sends."""
-        message = await read_chunk(self.stream, self.limit, stall_timeout_s)
-        parse = partial(_parse_chunk, message, self.vocab_size, self.request, self.num_left)
+        """Return the next chunk. Raises TimeoutError at the deadline, and Unavailable or WorkerLost for a verifier that
+        stalls, fails, or sends what no sound one sends.
+        """
+        self.limit.set_due(stall_timeout_s)
+        try:
+            message = await self.stream.read()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise _eyas_error(error) from error
+            if self.limit.remaining_s <= DEADLINE_TOLERANCE_S:
+                raise TimeoutError from error
+            raise Unavailable("the verifier ended the call before its deadline") from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling() > 0:
+                raise
+            if self.limit.has_fired and self.limit.remaining_s <= 0:
+                raise TimeoutError from None
+            if self.limit.has_fired:
+                raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from None
+            raise WorkerLost("the verifier is stuck in one step") from None  # the pool ends the calls of such a one
+        finally:
+            self.limit.due = self.limit.deadline
+        if not isinstance(message, generation_pb2.GenerateChunk):
+            raise Unavailable("the verifier ended the stream without a finish reason")
         is_large = len(message.prompt_logprobs) > LARGE_NUM_LOGPROBS
-        chunk = await asyncio.to_thread(parse) if is_large else parse()
+        return await asyncio.to_thread(self._taken, message) if is_large else self._taken(message)
+
+    def _taken(self, message: generation_pb2.GenerateChunk) -> Chunk:
+        """Return a chunk, which counts as read. Raises Unavailable for one that no sound verifier sends."""
+        try:
+            chunk = chunk_from_proto(message, self.request.id)
+        except InvalidRequest as error:
+            raise Unavailable(f"the verifier sent an invalid chunk: {error}") from error
         self.num_left -= len(chunk.token_ids)
         self.is_finished = chunk.finish_reason is not None
+        for fault in _faults(chunk, self.vocab_size, self.request, self.num_left):
+            raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
         return chunk
 
     async def measurements(self) -> list[tuple[str, str]]:
@@ -424,6 +455,9 @@ class TimeLimit:
     Args:
         deadline: by the clock of the running event loop.
         end: cancels the call.
+
+    Attributes:
+        due: when the call is cancelled.
     """
 
     def __init__(self, deadline: float, end: Callable[[], object]) -> None:
@@ -431,10 +465,10 @@ class TimeLimit:
         self.has_fired = False
         self._end = end
         self._loop = asyncio.get_running_loop()
-        self._due = deadline
+        self.due = deadline
 
     def __enter__(self) -> Self:
-        self._timer = self._loop.call_at(self._due, self._fire)
+        self._timer = self._loop.call_at(self.due, self._fire)
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -445,73 +479,30 @@ class TimeLimit:
         """Seconds until the deadline."""
         return self.deadline - self._loop.time()
 
-    @contextmanager
-    def reading(self, timeout_s: float) -> Iterator[None]:
-        """Limit what runs in the context, up to the deadline."""
-        self._due = min(self._loop.time() + timeout_s, self.deadline)
-        if self._due < self._timer.when():
+    def set_due(self, timeout_s: float) -> None:
+        """Limit what begins now, up to the deadline. Set `due` to the deadline when it has ended."""
+        self.due = min(self._loop.time() + timeout_s, self.deadline)
+        if self.due < self._timer.when():
             self._restart()
-        try:
-            yield
-        finally:
-            self._due = self.deadline
 
     def _restart(self) -> None:
         self._timer.cancel()
-        self._timer = self._loop.call_at(self._due, self._fire)
+        self._timer = self._loop.call_at(self.due, self._fire)
 
     def _fire(self) -> None:
-        if self._loop.time() < self._due:
+        if self._loop.time() < self.due:
             self._restart()
         else:
             self.has_fired = True
             self._end()
 
 
-async def read_chunk(stream: GenerateStream, limit: TimeLimit, stall_timeout_s: float) -> generation_pb2.GenerateChunk:
-    """Read a stream's next chunk. limit: cancels the stream.
-
-    Raises TimeoutError at the deadline, and Unavailable or WorkerLost when the verifier stalls or fails before it.
-    """
-    try:
-        with limit.reading(stall_timeout_s):
-            message = await stream.read()
-    except grpc.aio.AioRpcError as error:
-        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-            if limit.remaining_s <= DEADLINE_TOLERANCE_S:
-                raise TimeoutError from error
-            raise Unavailable("the verifier ended the call before its deadline") from error
-        raise _eyas_error(error) from error
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling() > 0:
-            raise
-        if limit.has_fired and limit.remaining_s <= 0:
-            raise TimeoutError from None
-        if limit.has_fired:
-            raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from None
-        raise WorkerLost("the verifier is stuck in one step") from None  # the pool ends the calls of such a one
-    if isinstance(message, generation_pb2.GenerateChunk):
-        return message
-    raise Unavailable("the verifier ended the stream without a finish reason")
-
-
-def _parse_chunk(message: generation_pb2.GenerateChunk, vocab_size: int, request: Request, num_left: int) -> Chunk:
-    """Return a chunk. Raises Unavailable for one that no sound verifier sends. num_left: tokens that may come."""
-    try:
-        chunk = chunk_from_proto(message, request.id)
-    except InvalidRequest as error:
-        raise Unavailable(f"the verifier sent an invalid chunk: {error}") from error
-    for fault in _faults(chunk, vocab_size, request, num_left - len(chunk.token_ids)):
-        raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
-    return chunk
-
-
 def _faults(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> Iterator[str]:
     """Yield what is wrong with a chunk. num_left: tokens that the request may get after it."""
     step, count = chunk.verify_step, len(chunk.token_ids)
-    logprobs = (*chunk.logprobs, *chunk.prompt_logprobs)
-    ids = (*chunk.token_ids, *(token for entry in logprobs for token in (entry.token, *entry.top_ids)))
+    logprobs, ids = (*chunk.logprobs, *chunk.prompt_logprobs), chunk.token_ids
+    if logprobs:
+        ids = (*ids, *(token for entry in logprobs for token in (entry.token, *entry.top_ids)))
     if num_left < 0:
         yield "more tokens than it was asked for"
     if num_left <= 0 and chunk.finish_reason is None:

@@ -294,29 +294,42 @@ async def run_all(works: Iterable[Work], slots: asyncio.Semaphore) -> None:
 
 
 class _ReadyQueue:
-    """Queue of what waits for the reader, who takes all of it at once. Its last item is the error that ends it, or None."""
+    """Queue of chunks for a reader that takes all of them at once.
+
+    Attributes:
+        has_news: set while there is something for the reader.
+        read: set once the reader is done with all chunks.
+        endings: what ended the stream, the first counts: an error, or None if all went well.
+    """
 
     def __init__(self) -> None:
-        self._items = asyncio.Queue[TextChunk | asyncio.Event | Exception | None]()
+        self.has_news = asyncio.Event()
+        self.chunks: list[TextChunk] = []
+        self.read: list[asyncio.Event] = []
+        self.endings: list[Exception | None] = []
         self._num_bytes = 0
         self._has_room = asyncio.Event()
 
     async def put(self, item: TextChunk | asyncio.Event) -> None:
-        while self._items.qsize() >= MAX_READY or self._num_bytes >= MAX_READY_BYTES:
-            self._has_room.clear()
-            await self._has_room.wait()
-        self._num_bytes += item.chunk.num_bytes if isinstance(item, TextChunk) else 0
-        self._items.put_nowait(item)
+        if isinstance(item, asyncio.Event):
+            self.read.append(item)
+        else:
+            while len(self.chunks) >= MAX_READY or self._num_bytes >= MAX_READY_BYTES:
+                self._has_room.clear()
+                await self._has_room.wait()
+            self.chunks.append(item)
+            self._num_bytes += item.chunk.num_bytes
+        self.has_news.set()
 
     def end(self, error: Exception | None = None) -> None:
-        self._items.put_nowait(error)
+        self.endings.append(error)
+        self.has_news.set()
 
-    async def take(self) -> list[TextChunk | asyncio.Event | Exception | None]:
-        items = [await self._items.get()]
-        items += [self._items.get_nowait() for _ in range(self._items.qsize())]
+    def take(self) -> list[TextChunk]:
+        taken, self.chunks = self.chunks, []
         self._num_bytes = 0
         self._has_room.set()
-        return items
+        return taken
 
 
 async def ready_chunks(work: Callable[[Put], Awaitable[None]], has_ended: asyncio.Event) -> ReadyChunks:
@@ -341,16 +354,17 @@ async def ready_chunks(work: Callable[[Put], Awaitable[None]], has_ended: asynci
     tasks = asyncio.create_task(run()), asyncio.create_task(end())
     try:
         while True:
-            items = await queue.take()
-            if chunks := [item for item in items if isinstance(item, TextChunk)]:
-                yield chunks
-            for item in items:
-                if item is None:
-                    return
-                if isinstance(item, Exception):
-                    raise item
-                if isinstance(item, asyncio.Event):
-                    item.set()
+            await queue.has_news.wait()
+            queue.has_news.clear()
+            endings, read, queue.read = list(queue.endings), queue.read, []
+            if queue.chunks:
+                yield queue.take()
+            for event in read:
+                event.set()
+            if endings and endings[0]:
+                raise endings[0]
+            if endings:
+                return
     finally:
         # both at once: a second cancellation, which may come at any await, would leave the other running
         for task in tasks:

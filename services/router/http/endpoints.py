@@ -35,8 +35,8 @@ from eyas.services.router.http.fill_in_middle import end_tokens, middle_format, 
 from eyas.services.router.http.streaming import BlockResponse, EventStream, cancel_on_disconnect
 from eyas.services.router.http.tool_constraints import ChatOutput
 from eyas.services.router.http.writers.anthropic import MessagesWriter
-from eyas.services.router.http.writers.json_blocks import json_blocks, num_values, run
-from eyas.services.router.http.writers.openai import ResponseWriter, StreamWriter
+from eyas.services.router.http.writers.json_blocks import LARGE_NUM_VALUES, json_blocks, num_values
+from eyas.services.router.http.writers.openai import ResponseWriter, StreamWriter, stream_events
 from eyas.services.router.http.writers.responses import ResponsesWriter
 from eyas.telemetry.logging import escaped
 from eyas.telemetry.tracing import trace_pairs
@@ -90,8 +90,8 @@ class GenerationEndpoints:
             echoes = await self._run(request, _echoes, body, tokenizer) if body.echo else []
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, tokenizer, prompts, echoes)
-            writer.hold = request.state.hold
-        return await self._respond(body.stream, request, writer, chunks)
+            writer.reserve(request.state.hold)
+        return await self._respond(body, body.stream, request, writer, chunks)
 
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Respond to /v1/chat/completions."""
@@ -153,8 +153,8 @@ class GenerationEndpoints:
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
-            writer.hold = request.state.hold
-        return await self._respond(stream, request, write(writer), chunks)
+            writer.reserve(request.state.hold)
+        return await self._respond(body, stream, request, write(writer), chunks)
 
     async def _run(self, request: Request, function: Callable[..., ResultT], *args: Any) -> ResultT:
         """Return what a function makes of a client's text, in one of its threads."""
@@ -165,7 +165,9 @@ class GenerationEndpoints:
         """Return the requested model; the client may have to wait for a verifier of it."""
         return await cancel_on_disconnect(request.receive, self.service.model(name))
 
-    async def _respond(self, stream: bool, request: Request, writer: StreamWriter, chunks: ReadyChunks) -> Response:
+    async def _respond(
+        self, body: CompletionBody | ChatBody, stream: bool, request: Request, writer: StreamWriter, chunks: ReadyChunks
+    ) -> Response:
         """Return one JSON response, or a stream of events.
 
         The first event is awaited: an error before it has its own status.
@@ -173,8 +175,10 @@ class GenerationEndpoints:
         headers = {"X-Request-Id": writer.id}
         if not stream:
             answer = await cancel_on_disconnect(request.receive, writer.response(chunks))
-            return await run(num_values(answer), _json, answer, headers)
-        events = writer.events(chunks)
+            if num_values(answer) > LARGE_NUM_VALUES:
+                return await asyncio.to_thread(_json, answer, headers)
+            return _json(answer, headers)
+        events = stream_events(writer, chunks, body.name_of)
         first = await cancel_on_disconnect(request.receive, anext(events, None))
         return EventStream(writer, first, events, headers, self.keepalive_interval_s)
 

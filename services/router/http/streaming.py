@@ -20,7 +20,7 @@ from eyas.services.router.http.errors import CLIENT_CLOSED_REQUEST
 from eyas.services.router.http.writers.json_blocks import encoded
 from eyas.services.router.http.writers.openai import StreamWriter
 
-WAITING_COMMENT = b": waiting for a verifier"
+WAITING_COMMENT = b": waiting for a verifier\n\n"
 
 ResultT = TypeVar("ResultT")
 
@@ -127,7 +127,7 @@ class EventStream(Response):
     While none comes, a comment is sent every `keepalive_interval_s`, so that no proxy closes a silent connection.
 
     Args:
-        writer: says what comes before an event.
+        writer: says what comes before an event, and how the stream ends.
         first: the first event; None if there is none.
         events: the others.
     """
@@ -148,8 +148,8 @@ class EventStream(Response):
         self._first = first
         self._events = events
         self._keepalive_interval_s = keepalive_interval_s
+        self._is_sending = False
         self._sent_at = 0.0
-        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -162,40 +162,35 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._sent_at = asyncio.get_running_loop().time()
         keepalive = asyncio.create_task(self._send_comments(send))
+        failure: EyasError | None = None
         try:
-            async with contextlib.aclosing(self._frames()) as frames:
-                async for blocks in frames:
-                    async with self._sending:  # a comment would break an event in blocks
-                        await self._write(send, blocks)
+            try:
+                if self._first is not None:
+                    await self._write(send, await encoded(self._first, self._writer.before(self._first)))
+                async for event in self._events:
+                    await self._write(send, await encoded(event, self._writer.before(event)))
+            except EyasError as error:
+                log.warning("request %s: %s", self._writer.id, error, extra={"rate_limited": True})
+                failure = error
+            for blocks in self._writer.last_frames(failure):
+                await self._write(send, blocks)
         finally:
             await cancel_task(keepalive)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _frames(self) -> AsyncGenerator[list[bytes], None]:
-        """Yield the blocks of each event, and what ends the stream."""
-        failure: EyasError | None = None
-        try:
-            if self._first is not None:
-                yield await encoded(self._first, self._writer.before(self._first))
-            async for event in self._events:
-                yield await encoded(event, self._writer.before(event))
-        except EyasError as error:
-            log.warning("request %s: %s", self._writer.id, error, extra={"rate_limited": True})
-            failure = error
-        for frame in self._writer.last_frames(failure):
-            yield frame
 
     async def _send_comments(self, send: Send) -> None:
         """Send a comment whenever the stream has been silent for the interval, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(self._sent_at + self._keepalive_interval_s - clock())
-            async with self._sending:  # an event may have taken long
-                if clock() - self._sent_at >= self._keepalive_interval_s:
-                    await self._write(send, [WAITING_COMMENT])
+            silent_since = clock() if self._is_sending else self._sent_at  # a comment would break an event in blocks
+            if (left_s := silent_since + self._keepalive_interval_s - clock()) > 0:
+                await asyncio.sleep(left_s)
+            else:
+                await self._write(send, [WAITING_COMMENT])
 
     async def _write(self, send: Send, blocks: list[bytes]) -> None:
-        *before, last = blocks
-        for block in (*before, last + b"\n\n"):
+        self._is_sending = True
+        for block in blocks:
             await send({"type": "http.response.body", "body": block, "more_body": True})
+        self._is_sending = False
         self._sent_at = asyncio.get_running_loop().time()

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from eyas.api.outputs import TextChunk
 from eyas.errors import EyasError
 from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.errors import anthropic_error_body
-from eyas.services.router.http.writers.json_blocks import event_name, json_blocks
-from eyas.services.router.http.writers.openai import ResponseWriter
+from eyas.services.router.http.writers.json_blocks import END_OF_EVENT, event_name, json_blocks
+from eyas.services.router.http.writers.openai import ResponseWriter, stream_events
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _DELTAS = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}
@@ -25,6 +26,11 @@ class MessagesWriter:
     """Writer of a chat as Anthropic's message. chat: writes the chat."""
 
     chat: ResponseWriter
+    _has_started: bool = False
+    _ending: dict[str, Any] = field(default_factory=lambda: {"stop_reason": None, "stop_sequence": None})
+
+    def __post_init__(self) -> None:
+        self._blocks = _Blocks(self.id)
 
     @property
     def id(self) -> str:
@@ -34,7 +40,7 @@ class MessagesWriter:
     async def response(self, chunks: ReadyChunks) -> dict[str, Any]:
         """Return the whole message, which its events make. Raises RequestFailed if the completion failed."""
         message, content = dict[str, Any](), list[_WholeBlock]()
-        async with aclosing(self.events(chunks)) as events:
+        async with aclosing(stream_events(self, chunks, self.chat.body.name_of)) as events:
             async for event in events:
                 self.chat.hold(_BYTES_PER_EVENT)
                 if event["type"] == "message_start":
@@ -47,24 +53,23 @@ class MessagesWriter:
                     message |= event["delta"] | {"usage": event["usage"]}
         return message | {"content": [block.whole() for block in content]}
 
-    async def events(self, chunks: ReadyChunks) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of the message. Raises RequestFailed if the completion failed."""
-        blocks, ending, usage = _Blocks(self.id), {"stop_reason": None, "stop_sequence": None}, None
-        async with aclosing(self.chat.events(chunks)) as events:
-            async for event in events:
-                if usage is None:
-                    yield {"type": "message_start", "message": self._message([], event["usage"] | {"completion_tokens": 0})}
-                    yield {"type": "ping"}
-                usage = event["usage"]
-                for choice in event["choices"]:
-                    for block_event in blocks.add(choice["delta"]):
-                        yield block_event
-                    if choice["finish_reason"]:
-                        ending = _ending(choice)
-        for block_event in blocks.close():
-            yield block_event
-        assert usage is not None
-        yield {"type": "message_delta", "delta": ending, "usage": _usage(usage)}
+    def events(self, ready: Sequence[TextChunk]) -> Iterator[dict[str, Any]]:
+        """Yield the events of the chunks that are ready. Raises RequestFailed if the completion failed."""
+        for event in self.chat.events(ready):
+            if not self._has_started:
+                self._has_started = True
+                yield {"type": "message_start", "message": self._message([], event["usage"] | {"completion_tokens": 0})}
+                yield {"type": "ping"}
+            for choice in event["choices"]:
+                yield from self._blocks.add(choice["delta"])
+                if choice["finish_reason"]:
+                    self._ending = _ending(choice)
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that end the message."""
+        yield from self._blocks.close()
+        (ending,) = self.chat.last_events()
+        yield {"type": "message_delta", "delta": self._ending, "usage": _usage(ending["usage"])}
         yield {"type": "message_stop"}
 
     def before(self, event: dict[str, Any]) -> str:
@@ -75,7 +80,7 @@ class MessagesWriter:
         """Yield what ends a stream. error: what failed after the first event."""
         if error is not None:
             event = anthropic_error_body(error)
-            yield json_blocks(event, self.before(event))
+            yield json_blocks(event, self.before(event), END_OF_EVENT)
 
     def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         named = {"id": self.id, "type": "message", "role": "assistant", "model": self.chat.model, "content": content}

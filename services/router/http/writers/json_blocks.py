@@ -10,14 +10,9 @@ from typing import Any, Generic, TypeVar
 # Values of a response from which a thread prepares it, and which the JSON encoder gets at once.
 LARGE_NUM_VALUES = 4096
 _BLOCK_BYTES = 64 * 2**10
+END_OF_EVENT = "\n\n"
 
 ItemT = TypeVar("ItemT")
-ResultT = TypeVar("ResultT")
-
-
-async def run(num_values: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
-    """Return what a function returns; run it in a thread if it has many values to handle."""
-    return await asyncio.to_thread(function, *arguments) if num_values > LARGE_NUM_VALUES else function(*arguments)
 
 
 class LazyList(Sequence[Any], Generic[ItemT]):
@@ -51,26 +46,28 @@ def num_values(value: object) -> int:
     return 1
 
 
-async def encoded(value: dict[str, Any], before: str = "") -> list[bytes]:
-    """Return the blocks of `json_blocks`, made in a thread if the value is large."""
-    if num_values(value) > LARGE_NUM_VALUES:
-        return await asyncio.to_thread(json_blocks, value, before)
-    return [_joined(before, _dumps(value)).encode(*_UTF8)]
+async def encoded(event: dict[str, Any], before: str) -> list[bytes]:
+    """Return an event of a stream as blocks, made in a thread if it is large. before: see `json_blocks`."""
+    if num_values(event) > LARGE_NUM_VALUES:
+        return await asyncio.to_thread(json_blocks, event, before, END_OF_EVENT)
+    return [f"{before}{_dumps(event)[before.endswith(',') :]}{END_OF_EVENT}".encode(*_UTF8)]
 
 
-def json_blocks(value: dict[str, Any], before: str = "") -> list[bytes]:
+def json_blocks(value: dict[str, Any], before: str = "", after: str = "") -> list[bytes]:
     """Return JSON in one line as UTF-8, in blocks that are sent one by one.
 
-    before: text to write first. If it ends with a comma, it already opens the object, and the value's brace is left out.
+    Args:
+        before: text to write first. If it ends with a comma, it already opens the object, and the value's brace is left out.
+        after: text to write last.
     """
-    blocks, parts, length = list[bytes](), list[str](), 0
-    for piece in pieces(value):
-        parts.append(piece if parts or blocks else _joined(before, piece))
+    blocks, parts, length = list[bytes](), [before], 0
+    for number, piece in enumerate(pieces(value)):
+        parts.append(piece[1:] if not number and before.endswith(",") else piece)
         length += len(piece)
         if length >= _BLOCK_BYTES:
             blocks.append("".join(parts).encode(*_UTF8))
             parts, length = [], 0
-    return [*blocks, "".join(parts).encode(*_UTF8)]
+    return [*blocks, ("".join(parts) + after).encode(*_UTF8)]
 
 
 def pieces(value: object) -> Iterator[str]:
@@ -89,10 +86,6 @@ def pieces(value: object) -> Iterator[str]:
         yield "]"
     else:
         yield _dumps(value)
-
-
-def _joined(before: str, text: str) -> str:
-    return before + (text[1:] if before.endswith(",") else text)
 
 
 def event_name(event: dict[str, Any]) -> str:

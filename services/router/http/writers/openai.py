@@ -22,7 +22,7 @@ from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from eyas.services.router.http.bodies.tools import message_delta, whole_message
 from eyas.services.router.http.errors import error_body, named_by
-from eyas.services.router.http.writers.json_blocks import json_blocks, num_values, pieces, run
+from eyas.services.router.http.writers.json_blocks import END_OF_EVENT, json_blocks, num_values, pieces
 from eyas.services.router.http.writers.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -35,8 +35,8 @@ from eyas.text.chat_message import ChatMessage, in_order, joined
 from eyas.text.chat_parser import ChatParser
 from eyas.text.tokenizer import Tokenizer
 
-# Values of JSON that a log-probability or a node of a draft tree is, and a likely token.
-_VALUES_PER_ENTRY, _VALUES_PER_TOP_LOGPROB = 16, 4
+# Chunks that a thread turns into events: beyond what 64 of them take that hold only a few tokens.
+_LARGE_CHUNKS_BYTES = 128 * 2**10
 # Estimates of memory until a response is sent: of a token, a value of JSON, a token with its log-probability, and a likely
 # token beside it. Measured with 20 of them: 126 to 160 bytes for each, 10 to 20 of gRPC's message not counted.
 _BYTES_PER_TOKEN, _BYTES_PER_VALUE, _BYTES_PER_LOGPROB, _BYTES_PER_TOP_LOGPROB = 64, 96, 450, 180
@@ -100,11 +100,33 @@ class StreamWriter(Protocol):
 
     async def response(self, chunks: ReadyChunks) -> dict[str, Any]: ...
 
-    def events(self, chunks: ReadyChunks) -> AsyncGenerator[dict[str, Any], None]: ...
+    def events(self, ready: Sequence[TextChunk]) -> Iterator[dict[str, Any]]: ...
+
+    def last_events(self) -> Iterator[dict[str, Any]]: ...
 
     def before(self, event: dict[str, Any]) -> str: ...
 
     def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]: ...
+
+
+async def stream_events(
+    writer: StreamWriter, chunks: ReadyChunks, name_of: Callable[[str], str]
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Yield the events of a stream. A thread makes those of large chunks.
+
+    Raises RequestFailed if a completion failed, and what `hold` of the writer raises.
+
+    Args:
+        name_of: the field of a parameter, for errors.
+    """
+    with named_by(name_of):
+        async with aclosing(chunks):
+            async for ready in chunks:
+                events, is_large = writer.events(ready), _is_large(ready)
+                while event := await asyncio.to_thread(next, events, None) if is_large else next(events, None):
+                    yield event
+        for event in writer.last_events():
+            yield event
 
 
 @dataclass
@@ -149,9 +171,9 @@ class ResponseWriter:
         deltas: defaultdict[int, list[TextDelta]] = defaultdict(list)
         with named_by(self.body.name_of):
             async with aclosing(chunks):
-                self.reserve()
                 async for ready in chunks:
-                    new: list[TextDelta] = await run(_num_values(ready), list, map(self._delta, ready))
+                    deltas_of = partial(list[TextDelta], map(self._delta, ready))
+                    new = await asyncio.to_thread(deltas_of) if _is_large(ready) else deltas_of()
                     for delta in new:
                         self._hold(delta)
                         kept = deltas[delta.index]
@@ -166,28 +188,26 @@ class ResponseWriter:
         choices = [self._choice(delta, self._content(delta)) for delta in joined]
         return self._constants("chat.completion") | {"choices": choices} | self._prompt_ids(joined) | self._usage()
 
-    async def events(self, chunks: ReadyChunks) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield an event for what each choice gets of the chunks that are ready, then the usage if it is asked for.
+    def events(self, ready: Sequence[TextChunk]) -> Iterator[dict[str, Any]]:
+        """Yield an event for what each choice gets of the chunks that are ready.
 
-        The events lack what is the same in all, see `before`. Raises RequestFailed if a completion failed, and what `hold`
-        raises.
+        The events lack what is the same in all, see `before`.
         """
-        with named_by(self.body.name_of):
-            async with aclosing(chunks):
-                self.reserve()
-                async for ready in chunks:
-                    for group in self._groups(ready):
-                        delta = _join(await run(_num_values(group), list, map(self._delta, group)))
-                        if any(chunk.chunk.prompt_logprobs for chunk in group):
-                            self._hold(delta)
-                        if delta.is_empty:
-                            continue
-                        *contents, last = self._event_contents(delta)
-                        for content in contents:
-                            choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": None}
-                            yield {"choices": [choice]} | self._usage_so_far()
-                        choice = await run(_num_values(group), self._choice, delta, last)
-                        yield {"choices": [choice]} | self._prompt_ids([delta]) | self._usage_so_far()
+        for group in self._groups(ready):
+            deltas = list(map(self._delta, group))
+            delta = _join(deltas) if len(deltas) > 1 else deltas[0]
+            if any(chunk.chunk.prompt_logprobs for chunk in group):
+                self._hold(delta)
+            if delta.is_empty:
+                continue
+            *contents, last = self._event_contents(delta)
+            for content in contents:
+                yield self._event({"index": delta.index, **content, "logprobs": None, "finish_reason": None})
+            event = self._event(self._choice(delta, last))
+            yield event | self._prompt_ids([delta]) if self.body.return_token_ids else event
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the usage if it is asked for."""
         if self.body.ends_with_usage:
             yield {"choices": []} | self._usage()
 
@@ -202,11 +222,12 @@ class ResponseWriter:
     def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
         """Yield what ends a stream. error: what failed after the first event."""
         if error is not None:
-            yield json_blocks(error_body(error), "data: ")
-        yield [b"data: [DONE]"]
+            yield json_blocks(error_body(error), "data: ", END_OF_EVENT)
+        yield [f"data: [DONE]{END_OF_EVENT}".encode()]
 
-    def reserve(self) -> None:
-        """Count the log-probabilities of the prompts before a verifier computes them."""
+    def reserve(self, hold: Callable[[int], None]) -> None:
+        """Count the log-probabilities of the prompts before a verifier computes them. hold: counts all that is kept."""
+        self.hold = hold
         if (num_top := self.body.num_prompt_logprobs) is not None:
             self._num_reserved_bytes = (_BYTES_PER_LOGPROB + _BYTES_PER_TOP_LOGPROB * num_top) * sum(map(len, self.prompts))
             self.hold(self._num_reserved_bytes)
@@ -222,8 +243,10 @@ class ResponseWriter:
 
         Log-probabilities of parsed text are not joined: the writers of other APIs count the tokens of reasoning before them.
         """
+        if len(ready) == 1:
+            return [ready]
         ordered = sorted(ready, key=_is_failure)
-        if len(ready) == 1 or (self.new_parser is not None and self._wants_logprobs):
+        if self.new_parser is not None and self._wants_logprobs:
             return [[chunk] for chunk in ordered]
         groups: defaultdict[tuple[int, bool], list[TextChunk]] = defaultdict(list)
         for chunk in ordered:
@@ -345,9 +368,9 @@ class ResponseWriter:
             deltas[0] = {"role": "assistant"} | (deltas[0] or {"content": ""})
         return [{"delta": one} for one in deltas]
 
-    def _usage_so_far(self) -> dict[str, Any]:
-        """Return the usage of every event, if it is asked for."""
-        return {"usage": self._token_counts()} if self._counts_events else {}
+    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return the event of a choice, with the usage so far if every event has it."""
+        return {"choices": [choice]} | ({"usage": self._token_counts()} if self._counts_events else {})
 
     def _token_counts(self) -> dict[str, Any]:
         """Return how many tokens all choices have so far."""
@@ -377,16 +400,9 @@ def _is_failure(chunk: TextChunk) -> bool:
     return chunk.chunk.finish_reason in ("error", "cancelled")
 
 
-def _num_values(chunks: Sequence[TextChunk]) -> int:
-    """Estimate how many values of JSON the log-probabilities and draft trees of chunks are."""
-    num = 0
-    for inner in (chunk.chunk for chunk in chunks):
-        for entries in (inner.prompt_logprobs, inner.logprobs):  # a prompt's first has no likely tokens
-            num_top = len(entries[-1].top_ids) if entries else 0
-            num += (_VALUES_PER_ENTRY + _VALUES_PER_TOP_LOGPROB * num_top) * len(entries)
-        if inner.verify_step and inner.verify_step.details:
-            num += _VALUES_PER_ENTRY * len(inner.verify_step.details.tokens)
-    return num
+def _is_large(ready: Sequence[TextChunk]) -> bool:
+    """Return whether log-probabilities and draft trees of chunks are too many for the event loop."""
+    return sum(chunk.chunk.num_bytes for chunk in ready) > _LARGE_CHUNKS_BYTES
 
 
 def _join(deltas: Sequence[TextDelta]) -> TextDelta:

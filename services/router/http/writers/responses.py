@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from eyas.api.outputs import TextChunk
 from eyas.errors import EyasError
 from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.bodies.responses import ResponsesBody
 from eyas.services.router.http.errors import error_body
-from eyas.services.router.http.writers.json_blocks import event_name, json_blocks, num_values
-from eyas.services.router.http.writers.openai import ResponseWriter
+from eyas.services.router.http.writers.json_blocks import END_OF_EVENT, event_name, json_blocks, num_values
+from eyas.services.router.http.writers.openai import ResponseWriter, stream_events
 
 # Estimates of the memory of what is kept until the last event: of a chunk's text, and of a value of JSON.
 _BYTES_PER_CHUNK, _BYTES_PER_VALUE = 128, 96
@@ -28,6 +29,7 @@ class ResponsesWriter:
     _items: list[_Item] = field(default_factory=list)
     _held: list[dict[str, Any]] = field(default_factory=list)
     _num_reasoning_tokens: int = 0
+    _finish_reason: str = "stop"
 
     @property
     def id(self) -> str:
@@ -37,31 +39,28 @@ class ResponsesWriter:
     async def response(self, chunks: ReadyChunks) -> dict[str, Any]:
         """Return the whole response. Raises RequestFailed if the completion failed."""
         response: dict[str, Any] = {}
-        async with aclosing(self.events(chunks)) as events:
+        async with aclosing(stream_events(self, chunks, self.chat.body.name_of)) as events:
             async for event in events:
                 response = event.get("response", response)
         return response
 
-    async def events(self, chunks: ReadyChunks) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the events of the response. Raises RequestFailed if the completion failed."""
-        finish_reason, usage, has_started = "stop", None, False
-        async with aclosing(self.chat.events(chunks)) as events:
-            async for event in events:
-                if not has_started:
-                    has_started = True
-                    yield self._event("response.created", response=self._response("in_progress"))
-                    yield self._event("response.in_progress", response=self._response("in_progress"))
-                usage = event.get("usage")
-                for choice in event["choices"]:
-                    for item_event in self._add(choice["delta"], choice["logprobs"]):
-                        yield item_event
-                    finish_reason = choice["finish_reason"] or finish_reason
-        for item_event in self._add_held():
-            yield item_event
-        response = self._ended(finish_reason, usage)
+    def events(self, ready: Sequence[TextChunk]) -> Iterator[dict[str, Any]]:
+        """Yield the events of the chunks that are ready. Raises RequestFailed if the completion failed."""
+        for event in self.chat.events(ready):
+            if not self._sequence_number:
+                yield self._event("response.created", response=self._response("in_progress"))
+                yield self._event("response.in_progress", response=self._response("in_progress"))
+            for choice in event["choices"]:
+                yield from self._add(choice["delta"], choice["logprobs"])
+                self._finish_reason = choice["finish_reason"] or self._finish_reason
+
+    def last_events(self) -> Iterator[dict[str, Any]]:
+        """Yield the events that end the response."""
+        yield from self._add_held()
+        (ending,) = self.chat.last_events()
+        response = self._ended(self._finish_reason, ending["usage"])
         if self._items:
-            for item_event in self._done(self._items[-1]):
-                yield item_event
+            yield from self._done(self._items[-1])
         yield self._event(f"response.{response['status']}", response=response)
 
     def before(self, event: dict[str, Any]) -> str:
@@ -74,7 +73,7 @@ class ResponsesWriter:
             reason = error_body(error)["error"]
             failure = {"code": "server_error", "message": reason["message"]}
             event = self._event("response.failed", response=self._response("failed") | {"error": failure})
-            yield json_blocks(event, self.before(event))
+            yield json_blocks(event, self.before(event), END_OF_EVENT)
 
     def _add(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
         """Take what a chunk adds; yield its events.
@@ -150,7 +149,7 @@ class ResponsesWriter:
         self._sequence_number += 1
         return {"type": kind, "sequence_number": self._sequence_number - 1, **fields}
 
-    def _ended(self, finish_reason: str, usage: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _ended(self, finish_reason: str, usage: Mapping[str, Any]) -> dict[str, Any]:
         """Return the response as it ended. Its last item is incomplete if the limit of tokens ended it."""
         if finish_reason != "length":
             return self._response("completed", usage)

@@ -16,7 +16,7 @@ from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.local.cluster import free_port
-from eyas.services.router.dispatch.dispatcher import TimeLimit, read_chunk
+from eyas.services.router.dispatch.dispatcher import TimeLimit, UpstreamCall
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 from tests.support.services.redis_server import running_redis
@@ -65,7 +65,7 @@ async def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
 
     async def consume() -> None:
         with TimeLimit(asyncio.get_running_loop().time() + 60, bool) as limit:
-            await read_chunk(upstream, limit, 30)  # type: ignore[arg-type]
+            await UpstreamCall(upstream, CALL.request, limit, 10, 10).read(30)  # type: ignore[arg-type]
         await asyncio.Event().wait()
 
     task = asyncio.create_task(consume())
@@ -83,12 +83,12 @@ async def test_a_call_ends_when_a_read_takes_too_long() -> None:
     """The time between two reads, while a client is slow, does not count."""
     has_ended = asyncio.Event()
     with TimeLimit(asyncio.get_running_loop().time() + 60, has_ended.set) as limit:
-        with limit.reading(0.02):
-            pass
+        limit.set_due(0.02)
+        limit.due = limit.deadline
         await asyncio.sleep(0.1)
         assert not has_ended.is_set()
-        with limit.reading(0.02):
-            await has_ended.wait()
+        limit.set_due(0.02)
+        await has_ended.wait()
     assert limit.has_fired
 
 
@@ -107,7 +107,7 @@ async def test_a_cancelled_read_says_who_ended_it(deadline_s: float, stall_timeo
             await message
 
     with TimeLimit(asyncio.get_running_loop().time() + deadline_s, message.cancel) as limit, pytest.raises(error) as raised:
-        await read_chunk(Upstream(), limit, stall_timeout_s)  # type: ignore[arg-type]
+        await UpstreamCall(Upstream(), CALL.request, limit, 10, 10).read(stall_timeout_s)  # type: ignore[arg-type]
     assert raised.type is error
 
 

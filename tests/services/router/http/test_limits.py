@@ -173,8 +173,7 @@ def test_the_log_probabilities_of_a_long_prompt_fit(asked: dict[str, Any]) -> No
     body = CompletionBody(model="m", prompt=[[5] * 30_000], **asked)  # type: ignore[arg-type]
     writer = ResponseWriter(body, "id", "m", TOKENIZER, [range(30_000)])
     with MemoryBudget(LimitsConfig()).reservation("a key") as take:
-        writer.hold = take
-        writer.reserve()
+        writer.reserve(take)
 
 
 class LongestStep:

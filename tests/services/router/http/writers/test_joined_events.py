@@ -18,7 +18,7 @@ from eyas.services.router.http.bodies.responses import ResponsesBody
 from eyas.services.router.http.streaming import WAITING_COMMENT, EventStream
 from eyas.services.router.http.tool_constraints import ChatOutput
 from eyas.services.router.http.writers.anthropic import MessagesWriter
-from eyas.services.router.http.writers.openai import ResponseWriter, StreamWriter
+from eyas.services.router.http.writers.openai import ResponseWriter, StreamWriter, stream_events
 from eyas.services.router.http.writers.responses import ResponsesWriter
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.tokenizer import TextStream
@@ -93,7 +93,7 @@ async def sent(
         client.is_free.set()
 
     chunks = ready_chunks(work, asyncio.Event())
-    events = writer.events(chunks)
+    events = stream_events(writer, chunks, body.name_of)
     first = await anext(events)
     if is_busy:
         client.is_free.clear()
@@ -174,16 +174,21 @@ async def test_steps_of_a_tool_call_are_joined() -> None:
     tokens = TOKENIZER.encode('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>')
     parser = ChatOutput(body, "demo", ChatFormat(tool_call_parser="hermes"), TOKENIZER, PROMPT).new_parser
     writer = ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT], new_parser=parser)
-    [event] = [event async for event in writer.events(steps(*(Chunk("r", (token,), (False,)) for token in tokens)))]
+    [event] = writer.events(steps(*(Chunk("r", (token,), (False,)) for token in tokens)))
     [call] = event["choices"][0]["delta"]["tool_calls"]
     assert call["function"]["name"] == "add"
     assert json.loads(call["function"]["arguments"]) == {"a": 1}
 
 
-async def steps(*chunks: Chunk) -> AsyncGenerator[list[TextChunk], None]:
-    """Yield chunks that are all ready at once."""
+def steps(*chunks: Chunk) -> list[TextChunk]:
+    """Return chunks that are all ready at once."""
     decoder = TextDecoder(TextStream(TOKENIZER), (), len(PROMPT), 0, 0)
-    yield list(map(decoder.add, chunks))
+    return list(map(decoder.add, chunks))
+
+
+async def stream_of(*ready: list[TextChunk]) -> AsyncGenerator[list[TextChunk], None]:
+    for chunks in ready:
+        yield chunks
 
 
 @pytest.mark.parametrize("body", [ChatBody(**CHAT, return_verify_steps=True), CompletionBody(**COMPLETION, logprobs=20)])
@@ -192,7 +197,8 @@ async def test_large_joined_events_let_others_run(body: ChatBody | CompletionBod
     details = VerifyStepDetails(TOKENS, (0,) * len(TOKENS), (0.0,) * len(TOKENS), method="eagle3")
     logprobs = (TokenLogprob(300, -0.5, tuple(range(300, 320)), (-1.0,) * 20),) if body.wants_logprobs else ()
     large = Chunk("r", (300,), (False,), VerifyStep(0, 0, 0, details=details), logprobs=logprobs)
-    events = ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT]).events(steps(*[large] * 64))
+    writer = ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT])
+    events = stream_events(writer, stream_of(steps(*[large] * 64)), body.name_of)
     num_turns = 0
 
     async def take_turns() -> None:
@@ -218,7 +224,7 @@ async def test_no_comment_follows_an_event_that_took_long() -> None:
         await client.send(message)
 
     async def events() -> AsyncGenerator[dict[str, Any], None]:
-        async for event in writer.events(steps(Chunk("r", (300,), (False,)))):
+        for event in writer.events(steps(Chunk("r", (300,), (False,)))):
             yield event
         for _ in range(5):  # the next step takes a moment
             await asyncio.sleep(0)
