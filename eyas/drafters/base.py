@@ -28,8 +28,6 @@ DraftContext: TypeAlias = Commit[Tensor]
 Draft: TypeAlias = DraftTree | ResyncRequired | None
 Pending: TypeAlias = Callable[[], list[Draft]]
 Path: TypeAlias = tuple[int, ...]
-# Of commits that want no tree.
-BOOKKEEPING = TreeBudget(1, 0)
 # Starts to compute the bits of the tokens that may follow paths below the roots of sessions, and returns a function that
 # waits for them; None where they are not known.
 PathMasks: TypeAlias = Callable[[Mapping[str, Sequence[Path]]], Callable[[], Mapping[str, Sequence[TokenBits | None]]]]

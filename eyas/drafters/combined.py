@@ -18,7 +18,6 @@ import numpy as np
 
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.drafters.base import (
-    BOOKKEEPING,
     Draft,
     DraftContext,
     DrafterNeeds,
@@ -32,7 +31,7 @@ from eyas.drafters.lookup.base import attached, best_leaves, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.trees.cpu_growth import limits_of, trees_of_cells
 from eyas.kernels.choice import tree_kernels
-from eyas.protocol.commit import ResyncRequired, TreeBudget
+from eyas.protocol.commit import BOOKKEEPING, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees, PreparedTree
 
 # Tokens that a tree below a leaf must claim to yield, if the target reaches it, to be sent before the commit.

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from eyas.api.request import Request
 from eyas.config import AcceptanceRule
-from eyas.drafters.base import Draft, DraftContext, Drafter, LocalDrafter, PathMasks, Pending
+from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter, PathMasks, Pending
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
 from eyas.kernels.noise import draft_seed
-from eyas.protocol.commit import Commit, KnownLogitBias, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.commit import BOOKKEEPING, Commit, KnownLogitBias, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.packed_trees import TreeLimits, are_valid_trees
 
 # What contexts are copied from.
-NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), TreeBudget(1, 0))
+NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), BOOKKEEPING)
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -37,6 +37,8 @@ class DraftManager:
 
     A sequence without an answer has no tree: a failed drafter is no error. Sequences whose step it failed get no more trees,
     as what it has of them may be what it fails on.
+
+    needs: of the drafter; they do not change.
     """
 
     def __init__(self, drafter: Drafter | None, runner: ModelRunner, rule: AcceptanceRule) -> None:
@@ -46,6 +48,7 @@ class DraftManager:
                 f"engine.acceptance is rejection, but {type(drafter).__name__} cannot sample trees from its own "
                 "distribution; set engine.acceptance to match, or use a drafter that can"
             )
+        self.needs = DrafterNeeds() if drafter is None else drafter.needs
         self._drafter = drafter
         self._rule = rule
         self._runner = runner
@@ -62,11 +65,6 @@ class DraftManager:
         """Let a drafter in this process prune its trees by grammars while they grow."""
         if isinstance(self._drafter, LocalDrafter):
             self._drafter.use_path_masks(path_masks)
-
-    @property
-    def needs_samples(self) -> bool:
-        """Return whether the drafter needs the target's samples at every node of its trees."""
-        return self._drafter is not None and self._drafter.needs.samples
 
     @property
     def is_awaited(self) -> bool:
@@ -134,13 +132,13 @@ class DraftManager:
         if wanted:
             requested = [sequence for sequence, _ in wanted]
             features: Iterable[Tensor | None] = repeat(None)
-            if drafter.needs.features:  # what the drafter lacks, all gathered at once
+            if self.needs.features:  # what the drafter lacks, all gathered at once
                 slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in requested]
                 features = torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots])
             contexts = [
                 self._context(sequence, budget, rows) for (sequence, budget), rows in zip(wanted, features, strict=False)
             ]
-            if drafter.needs.samples:
+            if self.needs.samples:
                 contexts = [
                     context._replace(samples=sequence.samples) if context.proposal == "deterministic" else context
                     for context, sequence in zip(contexts, requested, strict=True)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -157,12 +157,12 @@ class Engine:
             outputs = self._verified(batch, meanwhile)
             pass_s = self._cost_clock() - began
             edited = None  # requests with other trees than the drafter's, to which samples mean nothing
-            if self.draft_manager.needs_samples:
+            if self.draft_manager.needs.samples:
                 edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
             committed = self.scheduler.commit(batch, outputs, edited)
-            if committed.ended:
-                self._release(committed.ended)
-            chunks = Chunks([*cancelled, *committed.last], committed.emissions, committed.finished)
+            if finished := committed.ended:
+                self._release(finished)
+            chunks = replace(committed, last=[*cancelled, *committed.last]) if cancelled else committed
         else:
             meanwhile()
             chunks = Chunks(cancelled)
@@ -329,7 +329,7 @@ class Engine:
         Sampled trees stay whole, because whether a node is verified must not depend on its token. So do trees of a drafter
         that needs the target's samples at all of their nodes.
         """
-        if self.draft_manager.needs_samples:
+        if self.draft_manager.needs.samples:
             return drafts
         found = [(i, reply.tree) for i, reply in enumerate(drafts) if reply.tree is not None and not reply.tree.sampled]
         num_decoding = sum([not sequence.prefilling for sequence in self.scheduler.running])
@@ -342,7 +342,8 @@ class Engine:
     def _release(self, request_ids: Seq[str]) -> None:
         """Free what requests that have ended hold outside the scheduler."""
         self._rules.release(request_ids)
-        self.grammars.release(request_ids)
+        if self.grammars.outputs:
+            self.grammars.release(request_ids)
         self.draft_manager.release(request_ids)
 
 

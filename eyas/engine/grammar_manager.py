@@ -79,7 +79,7 @@ class GrammarManager:
                 trees[request_id] = reply, reply.tree or DraftTree.root_only(sequence.tokens[-1])
         seconds, calls = self._tree_seconds(len(trees)), dict[str, Call[DraftTree]]()
         for request_id, (reply, tree) in trees.items():
-            depth, tokens = reply.sequence.num_remaining - 1, reply.sequence.tokens
+            depth, tokens = len(reply.sequence.slots) - len(reply.sequence.tokens) - 1, reply.sequence.tokens
             prune = self.outputs[request_id].pruned
             calls[request_id] = self._calls.submit(prune, tokens, tree, max_nodes[request_id], depth, seconds)
         found = self._collect_drafts(calls)

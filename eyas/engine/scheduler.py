@@ -10,7 +10,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from eyas.cache.states import StateRows, StateStep
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.budget.base import NO_TREE, TreeSize
 from eyas.engine.recurrent_states import SequenceStates
-from eyas.engine.sequence import Chunks, DraftReply, Emitted, QueueKey, ScheduledSequence, Sequence, chunks_of, kept_rows
+from eyas.engine.sequence import Chunks, DraftReply, Emitted, QueueKey, ScheduledSequence, Sequence
 from eyas.engine.waiting_queue import OUTPUT_COST, PROMPT_COST, WaitingQueue, by_key
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.protocol.commit import TreeBudget
@@ -166,9 +165,9 @@ class Scheduler:
         """
         if self.cache.states is not None:
             self._advance_states(batch, outputs)
-        rows, ends = kept_rows(batch, outputs)
-        kept, tokens = self._kept_slots(rows), outputs.tokens.tolist()
-        failed, emitted, finished = list[Chunk](), list[Emitted](), list[str]()
+        kept, ends = self._keep_slots(batch, outputs)
+        tokens = outputs.tokens.tolist()
+        failed, emitted = list[Chunk](), list[Emitted]()
         start = first = 0
         for number, (scheduled, end, last) in enumerate(zip(batch, ends.tolist(), outputs.ends.tolist(), strict=True)):
             sequence, request = scheduled.sequence, scheduled.sequence.request
@@ -187,35 +186,27 @@ class Scheduler:
             elif own:
                 given = self._first_values(sequence) if scheduled.tree is None else ()
                 emitted.append(Emitted(number, *self._append(sequence, own), *given))
-                if emitted[-1].finish_reason is not None:
-                    finished.append(request.id)
-        return Chunks(failed, partial(chunks_of, batch, outputs, emitted), finished)
-
-    def tree_budget(self, sequence: Sequence, nodes: int = 0, depth: int = sys.maxsize) -> TreeBudget:
-        """Return the largest tree that a sequence can use in the next step, within `nodes` and `depth`; one node inside a
-        prompt.
-
-        nodes: at most `max_tree_nodes`; 0 stands for these.
-        """
-        depth = 0 if sequence.prefilling else min(self._tree.num_steps, sequence.num_remaining - 1, depth)
-        nodes = nodes or self.max_tree_nodes
-        most = min(nodes, sequence.request.num_draft_tokens or nodes)
-        return TreeBudget(most, depth) if depth > 0 and most > 1 else TreeBudget(1, 0)
+        return Chunks(failed, batch, outputs, emitted)
 
     def tree_budgets(self, sequences: Seq[Sequence], sizes: Mapping[str, TreeSize]) -> list[TreeBudget]:
-        """Return `tree_budget` of each sequence; sizes: nodes and depth by request id, those of a root for the others.
+        """Return the largest tree that each sequence can use in the next step.
 
-        Sequences that ask for nothing special and are far from their end have one budget, so it is made once.
+        Inside a prompt that is a lone root. The last token that a sequence may emit is no drafted one.
+
+        sizes: most nodes and levels by request id; those of a root for the others.
         """
-        usual, budgets = dict[TreeSize, TreeBudget](), list[TreeBudget]()
+        budgets, most_levels = list[TreeBudget](), self._tree.num_steps
+        made = dict[tuple[int, int], TreeBudget]()  # most sequences share one
         for sequence in sequences:
-            size, is_limited = sizes.get(sequence.request.id, NO_TREE), sequence.request.num_draft_tokens
-            budget, num_remaining = usual.get(size), len(sequence.slots) - len(sequence.tokens)
-            if budget is None or sequence.prefilling or is_limited or num_remaining <= budget.max_depth:
-                budget = self.tree_budget(sequence, *size)
-                if not (sequence.prefilling or is_limited or budget.max_depth < min(size.depth, self._tree.num_steps)):
-                    usual[size] = budget
-            budgets.append(budget)
+            nodes, depth = sizes.get(sequence.request.id, NO_TREE)
+            if sequence.request.num_draft_tokens:
+                nodes = min(nodes, sequence.request.num_draft_tokens)
+            depth = min(depth, most_levels, len(sequence.slots) - len(sequence.tokens) - 1)
+            if sequence.prefilling or nodes == 1 or depth <= 0:
+                nodes, depth = NO_TREE
+            if (nodes, depth) not in made:
+                made[nodes, depth] = TreeBudget(nodes, depth)
+            budgets.append(made[nodes, depth])
         return budgets
 
     @property
@@ -325,14 +316,23 @@ class Scheduler:
         pace = (self._clock() - self._admission_times[0]) / len(self._admission_times)
         return min(max(pace, MIN_RETRY_S), MAX_RETRY_S)
 
-    def _kept_slots(self, rows: Ints | Seq[int]) -> Slots:
-        """Return the slots of the rows that are kept, among all of the step. All others are freed at once."""
+    def _keep_slots(self, batch: Seq[ScheduledSequence], outputs: StepOutputs) -> tuple[Slots, Ints]:
+        """Return the slots that a step keeps, all of a prompt and a path of a tree, and where the slots of each sequence end
+        among these. All others are freed at once.
+        """
         slots, self._step_slots = self._step_slots, self.cache.no_slots
-        rejected = np.ones(len(slots), dtype=np.bool_)
-        rejected[rows] = False
-        self.cache.free(slots[rejected])
-        kept: Slots = slots[rows]
-        return kept
+        counts = np.array([len(scheduled.slots) for scheduled in batch], np.int64)
+        starts, lengths = counts.cumsum() - counts, outputs.ends.copy()
+        lengths[1:] -= outputs.ends[:-1]
+        is_kept = np.zeros(len(slots), np.bool_)
+        is_kept[np.repeat(starts, lengths) + outputs.nodes] = True
+        for number, scheduled in enumerate(batch):
+            if scheduled.tree is None:
+                lengths[number] = counts[number]
+                is_kept[starts[number] : starts[number] + counts[number]] = True
+        self.cache.free(slots[~is_kept])
+        kept: Slots = slots[is_kept]  # nodes of a path are in order
+        return kept, lengths.cumsum()
 
     def _first_values(self, sequence: Sequence) -> tuple[tuple[TokenLogprob, ...], int]:
         """Share a prompt that is computed. Return the log-probabilities of its tokens, and how many of them were

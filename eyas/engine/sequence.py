@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +14,7 @@ from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob, VerifyS
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, TableId, Tokens
 from eyas.cache.states import StateStep
 from eyas.engine.recurrent_states import SequenceStates
-from eyas.protocol.tree import DraftTree, Ints
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import LogitRows, StepOutputs
 
 
@@ -106,11 +106,6 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt_ids)
 
     @property
-    def num_remaining(self) -> int:
-        """Tokens that may still be emitted."""
-        return len(self.slots) - len(self.tokens)
-
-    @property
     def num_draftable(self) -> int:
         """Committed length that the drafter can get: one token more than there are features."""
         return min(self.computed + 1, len(self.tokens))
@@ -167,21 +162,6 @@ class DraftReply(NamedTuple):
     is_edited: bool = False
 
 
-def kept_rows(batch: SequenceOf[ScheduledSequence], outputs: StepOutputs) -> tuple[Ints, Ints]:
-    """Return the rows of a step whose slots are kept, and where those of each sequence end: all of a prompt, else a path."""
-    counts = np.array([len(scheduled.slots) for scheduled in batch], np.int64)
-    lengths = np.diff(outputs.ends, prepend=0)
-    starts = counts.cumsum() - counts
-    rows = np.repeat(starts, lengths) + outputs.nodes
-    is_prompt = np.array([scheduled.tree is None for scheduled in batch], np.bool_)
-    if not is_prompt.any():
-        return rows, outputs.ends
-    is_tree_row = np.repeat(~is_prompt, lengths)
-    prompt_rows = np.flatnonzero(np.repeat(is_prompt, counts))
-    kept = np.sort(np.concatenate([rows[is_tree_row], prompt_rows]))  # nodes of a path are in order
-    return kept, np.where(is_prompt, counts, lengths).cumsum()
-
-
 class Emitted(NamedTuple):
     """Tokens that a step adds to a request.
 
@@ -200,55 +180,29 @@ class Emitted(NamedTuple):
     num_cached: int = 0
 
 
-def chunks_of(batch: SequenceOf[ScheduledSequence], outputs: StepOutputs, emitted: SequenceOf[Emitted]) -> list[Chunk]:
-    """Return the chunks of a step for the readers of its requests."""
-    chunks, levels, ends = list[Chunk](), outputs.levels.tolist(), [0, *outputs.ends.tolist()]
-    for number, tokens, reason, prompt_logprobs, num_cached in emitted:
-        request, tree, step = batch[number].sequence.request, batch[number].tree, None
-        num_drafted = min(len(tokens), ends[number + 1] - ends[number] - 1)
-        if tree is not None:
-            details = None
-            if request.return_verify_steps:
-                path = tuple(outputs.nodes[ends[number] + 1 : ends[number] + 1 + num_drafted].tolist())
-                details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
-            step = VerifyStep(tree.num_nodes - 1, levels[number], num_drafted, tree.grown_ahead, details)
-        own = outputs.details.get(number)
-        chunk = Chunk(
-            request_id=request.id,
-            token_ids=tokens,
-            is_draft_token=(True,) * num_drafted + (False,) * (len(tokens) - num_drafted),
-            verify_step=step,
-            finish_reason=reason,
-            logprobs=own.logprobs[: len(tokens)] if own else (),
-            prompt_logprobs=prompt_logprobs,
-            num_cached=num_cached,
-        )
-        chunks.append(chunk)
-    return chunks
-
-
+@dataclass(frozen=True, eq=False)
 class Chunks(SequenceOf[Chunk]):
-    """The chunks of a step, made when the first of them is read. So the next pass need not wait for that.
+    """The chunks of a step for the readers of its requests, made when the first is read. So the next pass need not wait.
 
-    ended: ids of the requests that end with them.
-
-    Args:
+    Attributes:
         last: final chunks of requests that are cancelled or fail.
-        emissions: makes the chunks of others.
-        finished: ids of those that end with it.
+        batch, outputs: of the step.
+        emitted: what its other requests get.
     """
 
-    def __init__(
-        self,
-        last: SequenceOf[Chunk],
-        emissions: Callable[[], SequenceOf[Chunk]] = tuple,
-        finished: SequenceOf[str] = (),
-    ) -> None:
-        self.last, self.emissions, self.finished = last, emissions, finished
-        self.ended = [*(chunk.request_id for chunk in last), *finished]
+    last: SequenceOf[Chunk]
+    batch: SequenceOf[ScheduledSequence] = ()
+    outputs: StepOutputs | None = None
+    emitted: SequenceOf[Emitted] = ()
+
+    @property
+    def ended(self) -> list[str]:
+        """Ids of the requests that end with the step."""
+        finished = [self.batch[each.number].sequence.request.id for each in self.emitted if each.finish_reason is not None]
+        return [*(chunk.request_id for chunk in self.last), *finished]
 
     def __len__(self) -> int:
-        return len(self._chunks)
+        return len(self.last) + len(self.emitted)
 
     def __iter__(self) -> Iterator[Chunk]:
         return iter(self._chunks)
@@ -258,4 +212,29 @@ class Chunks(SequenceOf[Chunk]):
 
     @cached_property
     def _chunks(self) -> list[Chunk]:
-        return [*self.last, *self.emissions()]
+        chunks, outputs = list(self.last), self.outputs
+        if outputs is None:
+            return chunks
+        levels, ends = outputs.levels.tolist(), [0, *outputs.ends.tolist()]
+        for number, tokens, reason, prompt_logprobs, num_cached in self.emitted:
+            request, tree, step = self.batch[number].sequence.request, self.batch[number].tree, None
+            num_drafted = min(len(tokens), ends[number + 1] - ends[number] - 1)
+            if tree is not None:
+                details = None
+                if request.return_verify_steps:
+                    path = tuple(outputs.nodes[ends[number] + 1 : ends[number] + 1 + num_drafted].tolist())
+                    details = VerifyStepDetails(tree.tokens, tree.parents, tree.log_probs, path, tree.sources)
+                step = VerifyStep(tree.num_nodes - 1, levels[number], num_drafted, tree.grown_ahead, details)
+            own = outputs.details.get(number)
+            chunk = Chunk(
+                request_id=request.id,
+                token_ids=tokens,
+                is_draft_token=(True,) * num_drafted + (False,) * (len(tokens) - num_drafted),
+                verify_step=step,
+                finish_reason=reason,
+                logprobs=own.logprobs[: len(tokens)] if own else (),
+                prompt_logprobs=prompt_logprobs,
+                num_cached=num_cached,
+            )
+            chunks.append(chunk)
+        return chunks

@@ -41,6 +41,10 @@ class TreeBudget(NamedTuple):
         return self.max_nodes > 1 and self.max_depth > 0
 
 
+# Of commits that want no tree.
+BOOKKEEPING = TreeBudget(1, 0)
+
+
 @dataclass(frozen=True)
 class KnownLogitBias:
     """Bias that the target will add to the logit of a token at the next `num_levels` positions; minus infinity bans it."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from eyas.device.transfer import tensor_to_bytes, to_host
-from eyas.drafters.base import BOOKKEEPING, DraftContext
-from eyas.protocol.commit import Commit, TensorBytes
+from eyas.drafters.base import DraftContext
+from eyas.protocol.commit import BOOKKEEPING, Commit, TensorBytes
 
 
 def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[TensorBytes]]]:

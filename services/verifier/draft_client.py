@@ -19,9 +19,9 @@ from queue import SimpleQueue
 import grpc
 
 from eyas.config import DraftClientConfig
-from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
 from eyas.errors import ConfigError, InvalidTree
-from eyas.protocol.commit import Proposal, RefusalReason, ResyncRequired
+from eyas.protocol.commit import BOOKKEEPING, Proposal, RefusalReason, ResyncRequired
 from eyas.protocol.tree import DraftTree, PreparedTree
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers

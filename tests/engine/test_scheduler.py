@@ -14,6 +14,7 @@ from eyas.errors import InvalidRequest, Overloaded
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
+from tests.support.toy_engine import largest_budgets
 
 EOS = 1
 
@@ -43,7 +44,8 @@ def output(scheduled: ScheduledSequence, tokens: tuple[int, ...]) -> VerifyOutpu
 
 
 def step(scheduler: Scheduler, tokens: tuple[int, ...] = (20,)) -> list[Chunk]:
-    drafts = [DraftReply(s, chain(scheduler.tree_budget(s), tokens), 0, 0) for s in scheduler.running]
+    budgets = largest_budgets(scheduler, scheduler.running)
+    drafts = [DraftReply(s, chain(own, tokens), 0, 0) for s, own in zip(scheduler.running, budgets, strict=True)]
     batch = scheduler.schedule(drafts)
     return scheduler.commit(batch, StepOutputs.of([output(each, tokens if each.tree else tokens[-1:]) for each in batch]))
 
@@ -138,7 +140,7 @@ def test_trees_shrink_so_that_a_step_keeps_its_rows() -> None:
     for count in range(1, 13):
         scheduler.add(request(f"{count}", max_tokens=20))
         scheduler.commit(works := scheduler.schedule([]), StepOutputs.of([output(work, (20,)) for work in works]))
-        nodes.append(scheduler.tree_budget(scheduler.running[-1]).max_nodes)
+        nodes.append(largest_budgets(scheduler, scheduler.running)[-1].max_nodes)
     assert nodes == [8, 8, 6, 5, 4, 3, 2, 2, 2, 2, 1, 1]
 
 
@@ -179,11 +181,11 @@ def test_the_tree_is_clamped_to_what_may_still_be_emitted() -> None:
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=3))
     step(scheduler)
-    assert [scheduler.tree_budget(sequence) for sequence in scheduler.running] == [TreeBudget(4, 1)]
+    assert largest_budgets(scheduler, scheduler.running) == [TreeBudget(4, 1)]
     scheduler = make_scheduler()
     scheduler.add(request("a", max_tokens=2))
     step(scheduler)
-    assert [scheduler.tree_budget(sequence) for sequence in scheduler.running] == [TreeBudget(1, 0)]
+    assert largest_budgets(scheduler, scheduler.running) == [TreeBudget(1, 0)]
 
 
 def test_slots_of_a_step_that_failed_come_back() -> None:

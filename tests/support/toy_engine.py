@@ -11,8 +11,10 @@ from collections.abc import Sequence as Seq
 from eyas.api.request import Chunk, Request, SamplingParams
 from eyas.cache.prefix_cache import TableRows
 from eyas.config import EngineConfig, TreeConfig
+from eyas.engine.budget.base import FixedDraftBudget
 from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence, Sequence
+from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
 from tests.support.strategies import accept
@@ -31,6 +33,12 @@ def generate(request: Request) -> list[int]:
     for _ in range(request.sampling.max_tokens):
         tokens.append(next_token(tokens))
     return tokens[len(request.prompt_ids) :]
+
+
+def largest_budgets(scheduler: Scheduler, sequences: Seq[Sequence]) -> list[TreeBudget]:
+    """The largest trees that sequences can use in the next step."""
+    sizes = FixedDraftBudget().choose([sequence.request.id for sequence in sequences], scheduler.max_tree_nodes)
+    return scheduler.tree_budgets(sequences, sizes)
 
 
 class Clock:
@@ -86,7 +94,7 @@ class ToyEngine:
         return sum(chunk.num_cached for chunk in self.chunks[name])
 
     def _tree(self, sequence: Sequence) -> DraftTree:
-        budget = self.scheduler.tree_budget(sequence)
+        (budget,) = largest_budgets(self.scheduler, [sequence])
         tokens, parents, depths = [sequence.tokens[-1]], [0], [0]
         for _ in range(self._random.randrange(budget.max_nodes)):
             parent = self._random.randrange(len(tokens))

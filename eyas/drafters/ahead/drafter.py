@@ -18,7 +18,6 @@ from eyas.config import DraftAheadConfig
 from eyas.drafters.ahead.eagle import AheadTrees
 from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import (
-    BOOKKEEPING,
     Draft,
     DraftContext,
     DrafterNeeds,
@@ -28,6 +27,7 @@ from eyas.drafters.base import (
 )
 from eyas.drafters.eagle import EagleDrafter
 from eyas.errors import ConfigError
+from eyas.protocol.commit import BOOKKEEPING
 from eyas.protocol.tree import DraftTree, PreparedTree
 
 

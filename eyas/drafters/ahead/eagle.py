@@ -12,11 +12,11 @@ from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig
 from eyas.device.transfer import Ints, download
 from eyas.drafters.ahead.grown_tree import GrownTree
-from eyas.drafters.base import BOOKKEEPING, Draft, DraftContext, Path, within, without_banned
+from eyas.drafters.base import Draft, DraftContext, Path, within, without_banned
 from eyas.drafters.sessions import num_features
 from eyas.drafters.trees.rows import FoundRows, GrownRows
 from eyas.kernels.choice import tree_kernels
-from eyas.protocol.commit import TreeBudget
+from eyas.protocol.commit import BOOKKEEPING, TreeBudget
 from eyas.protocol.tree import DraftTree, PreparedTree
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from eyas.config import DraftConfig, DraftQueueConfig, RegistryConfig, ServerCon
 from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.base import DraftContext
 from eyas.errors import RequestFailed
-from eyas.protocol.commit import Commit, ResyncRequired, TensorBytes
+from eyas.protocol.commit import BOOKKEEPING, Commit, ResyncRequired, TensorBytes
 from eyas.protocol.tree import DraftTree
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel, open_sync_channel
@@ -28,7 +28,7 @@ from eyas.services.draft.__main__ import serve_drafters
 from eyas.services.draft.worker import DraftWorker
 from eyas.services.local.cluster import free_port
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-from tests.support.services.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
+from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, serving
 
 TOKENS = tuple(range(10, 40))
 

@@ -12,14 +12,14 @@ import pytest
 
 from eyas.config import DraftClientConfig, DraftQueueConfig
 from eyas.drafters.base import DrafterNeeds
-from eyas.protocol.commit import Refusal, ResyncRequired
+from eyas.protocol.commit import BOOKKEEPING, Refusal, ResyncRequired
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse
 from eyas.services.draft.streams import DraftStream
 from eyas.services.draft.worker import DraftWorker
 from eyas.services.verifier.breaker import CircuitBreaker
 from eyas.services.verifier.draft_client import RemoteDrafter
-from tests.support.services.toy_drafting import BOOKKEEPING, INFO, ToyDrafter, context, eventually, serving
+from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, serving
 
 NEEDS = DrafterNeeds(features=True)
 PATIENT = DraftClientConfig(draft_timeout_s=10.0)

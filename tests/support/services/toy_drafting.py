@@ -25,7 +25,6 @@ from eyas.v1 import draft_pb2_grpc
 VOCAB = 100
 WIDTH = 4
 TREE = TreeBudget(max_nodes=4, max_depth=3)
-BOOKKEEPING = TreeBudget(max_nodes=1, max_depth=0)
 INFO = DrafterInfo(
     ModelInfo("toy", "f00d", VOCAB, 1000), "toy", needs_features=True, needs_samples=False, feature_size=WIDTH
 )
