@@ -106,22 +106,17 @@ class ModelRunner:
             self.backend.device.synchronize()
         features = self.kv_cache.features
         found = features.index_select(0, upload(slots, features.device))
-        return self._fused(found) if self._fuses_late else found
-
-    @property
-    def _fuses_late(self) -> bool:
-        return bool(self.kv_cache.state_layers)
+        if self._fuser is None or not self.kv_cache.state_layers:
+            return found
+        with torch.inference_mode():
+            return self._fuser(found)  # type: ignore[no-any-return]
 
     def _store_features(self, slots: Tensor, out: TargetOutput) -> None:
+        """Keep the features of a pass, or the states that `features` fuses."""
         if self._fuser is not None and out.aux_hidden_states is not None:
             with torch.inference_mode():
-                states = out.aux_hidden_states if self._fuses_late else self._fuser(out.aux_hidden_states)
+                states = out.aux_hidden_states if self.kv_cache.state_layers else self._fuser(out.aux_hidden_states)
                 self.kv_cache.features.index_copy_(0, slots, states)
-
-    @torch.inference_mode()
-    def _fused(self, states: Tensor) -> Tensor:
-        assert self._fuser is not None, "there are states"
-        return self._fuser(states)  # type: ignore[no-any-return]
 
 
 def slot_width(fuser: FeatureFuser | None, on_gpu: bool) -> int:
