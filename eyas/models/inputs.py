@@ -173,20 +173,20 @@ class PackedInputs:
 
     Attributes:
         logits_indices: packed rows whose logits are computed.
-        groups: what the plain attention reads.
         metadata: what the attention kernel reads instead of groups; rows and logits_indices may then be padded at the end.
         attend: replaces `attention.attend`.
-        segments: what was packed, for kernels of the CPU and for recurrent layers.
+        segments: what was packed, for groups, for kernels of the CPU and for recurrent layers.
+        own_groups: in place of groups of the segments.
     """
 
     tokens: Tensor
     positions: Tensor
     slots: Tensor
     logits_indices: Tensor
-    groups: tuple[PaddedGroup, ...]
     attend: Callable[..., Tensor] | None = None
     metadata: AttentionMetadata | None = None
     segments: tuple[Segment, ...] = ()
+    own_groups: tuple[PaddedGroup, ...] = ()
     _biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
     _recurrent: RecurrentRows | None = None
 
@@ -194,6 +194,23 @@ class PackedInputs:
     def num_logits(self) -> int:
         """Rows whose logits are asked for, without padding."""
         return self.metadata.num_logits if self.metadata else len(self.logits_indices)
+
+    @cached_property
+    def groups(self) -> tuple[PaddedGroup, ...]:
+        """The segments as the plain attention reads them: those of similar row count and prefix length share a padded group.
+
+        A long segment therefore does not enlarge the short ones; the number of groups grows with the logarithm of lengths.
+        """
+        if self.own_groups or self.metadata is not None:
+            return self.own_groups
+        starts = np.cumsum([0] + [len(s.tokens) for s in self.segments])
+        buckets: dict[tuple[int, int], list[int]] = {}
+        for index, segment in enumerate(self.segments):
+            # A bucket holds row counts within a factor of 4 and prefix lengths within a factor of 8.
+            size = ((len(segment.tokens) - 1).bit_length() // 2, len(segment.prefix).bit_length() // 3)
+            buckets.setdefault(size, []).append(index)
+        parts = [([self.segments[i] for i in bucket], starts[np.array(bucket)]) for bucket in buckets.values()]
+        return tuple([PaddedGroup(own, firsts, len(parts) == 1, self.tokens.device) for own, firsts in parts])
 
     def recurrent(self, scratch: int) -> RecurrentRows:
         """Return what recurrent layers need; scratch: see `RecurrentRows`. All layers share the result."""
@@ -222,25 +239,13 @@ class PackedInputs:
 
 
 def pack(segments: Sequence[Segment], device: torch.device) -> PackedInputs:
-    """Pack segments for the plain attention. Segments of similar row count and prefix length share a padded group.
-
-    A long segment therefore does not enlarge the short ones; the number of groups grows with the logarithm of lengths.
-    """
-    starts = np.cumsum([0] + [len(s.tokens) for s in segments])
-    buckets: dict[tuple[int, int], list[int]] = {}
-    for index, segment in enumerate(segments):
-        # A bucket holds row counts within a factor of 4 and prefix lengths within a factor of 8.
-        size = ((len(segment.tokens) - 1).bit_length() // 2, len(segment.prefix).bit_length() // 3)
-        buckets.setdefault(size, []).append(index)
+    """Pack segments for the plain attention and for kernels of the CPU."""
+    counts = np.array([len(s.tokens) for s in segments], np.int64)
+    firsts = (counts.cumsum() - counts).tolist()
     rows = [np.concatenate([getattr(s, name) for s in segments]) for name in ("tokens", "positions", "slots")]
     tokens, positions, slots = upload(np.stack(rows).astype(np.int64, copy=False), device)
-    logits_indices = np.concatenate([s.logits_indices + start for s, start in zip(segments, starts[:-1], strict=True)])
-    groups = [
-        PaddedGroup([segments[i] for i in bucket], starts[np.array(bucket)], len(buckets) == 1, device)
-        for bucket in buckets.values()
-    ]
-    wanted = upload(logits_indices.astype(np.int64), device)
-    return PackedInputs(tokens, positions, slots, wanted, tuple(groups), segments=tuple(segments))
+    wanted = np.concatenate([s.logits_indices + first for s, first in zip(segments, firsts, strict=True)])
+    return PackedInputs(tokens, positions, slots, upload(wanted.astype(np.int64), device), segments=tuple(segments))
 
 
 class PaddedGroup:

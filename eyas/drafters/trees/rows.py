@@ -262,7 +262,7 @@ class SlotRows:
         places = self._words_of_rows[0, here]
         metadata = AttentionMetadata(shape, shape.rows, self._words, masks, tiles, places, own_slots, own_positions)
         ids = numbers if tokens is None else tokens.flatten()
-        return PackedInputs(ids, positions, slots, numbers, groups=(), metadata=metadata)
+        return PackedInputs(ids, positions, slots, numbers, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class GroupLevels:
         keys, slots = self._keys[:, :end], self._keys[:, end - width : end]
         rows = torch.arange(tokens.numel(), device=tokens.device)
         group = LevelGroup(rows.view_as(tokens), keys, found._seen, positions, found._key_positions)
-        found.packed = PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, (group,))
+        found.packed = PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, own_groups=(group,))
         return found
 
 

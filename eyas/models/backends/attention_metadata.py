@@ -487,7 +487,7 @@ def view(words: Tensor, shape: MetadataShape, num_logits: int, prefixes: Tensor 
     tokens, positions, slots, logits_indices = rows.long().unbind()
     with_prefixes = words if prefixes is None else prefixes
     metadata = AttentionMetadata(shape, num_logits, with_prefixes, words, tiles, rows[1], rows[2], rows[1])
-    return PackedInputs(tokens, positions, slots, logits_indices[: shape.logits], groups=(), metadata=metadata)
+    return PackedInputs(tokens, positions, slots, logits_indices[: shape.logits], metadata=metadata)
 
 
 def _num_fixed_words(shape: MetadataShape) -> int:

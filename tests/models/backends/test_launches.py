@@ -177,7 +177,7 @@ def test_a_recurrent_layer_launches_few_kernels() -> None:
     kv: Any = SimpleNamespace(recurrent=StatePools({0: StateShape(32, 128, 128, 1, 8192, 4)}, StateSizes(9, 64), BF16, META))
     metadata: Any = SimpleNamespace()
     ids = torch.zeros(64, dtype=torch.int64, device=META)
-    packed = PackedInputs(ids, ids, ids, ids, (), metadata=metadata, segments=segments)
+    packed = PackedInputs(ids, ids, ids, ids, metadata=metadata, segments=segments)
     layer = RecurrentFunctions(0)
     weight = torch.zeros(8192, 4, dtype=BF16, device=META)
     mixed = torch.zeros(1, 64, 8192, dtype=BF16, device=META)
