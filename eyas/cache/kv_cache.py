@@ -20,7 +20,7 @@ from eyas.cache.prefix_cache import TableId, TableRows
 from eyas.device.transfer import Floats, Ints
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import UNSCALED, KVScales
-from eyas.sampling.packed_trees import ranges
+from eyas.kernels.choice import tree_kernels
 
 if TYPE_CHECKING:
     from eyas.cache.state_pools import StatePools
@@ -216,7 +216,7 @@ class SlotMemory:
             first = start + found.kept[0]
             return TableWrites(np.array([start]), np.arange(first, first + len(new[0])), new[0])
         starts: Ints = np.array(found.rows, dtype=np.int64) * self._row_length
-        at = ranges(starts + found.kept, np.array(list(map(len, new)), dtype=np.int64))
+        at = tree_kernels().ranges(starts + found.kept, np.array(list(map(len, new)), dtype=np.int64))
         return TableWrites(starts, at, np.concatenate(new))
 
     def forget(self) -> None:

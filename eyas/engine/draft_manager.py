@@ -23,7 +23,7 @@ from eyas.errors import ConfigError, InvalidTree
 from eyas.kernels.noise import draft_seed
 from eyas.protocol.commit import BOOKKEEPING, Commit, KnownLogitBias, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.packed_trees import TreeLimits, are_valid_trees
+from eyas.sampling.acceptance import TreeLimits, are_valid_trees
 
 # What contexts are copied from.
 NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), BOOKKEEPING)

@@ -24,8 +24,7 @@ from eyas.models.parallel.workers import TargetWorkers
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.commit import NoiseKey
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import DrawnRows, StepOutput
-from eyas.sampling.packed_trees import pack_trees
+from eyas.sampling.acceptance import DrawnRows, StepOutput, pack_trees
 from eyas.sampling.verify import can_draw_in_parts
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.recurrent_rows import RecurrentRows
 from eyas.protocol.commit import NoiseKey
 from eyas.protocol.tree import Int32s
-from eyas.sampling.packed_trees import PackedTrees
+from eyas.sampling.acceptance import PackedTrees
 
 
 class Segment(NamedTuple):

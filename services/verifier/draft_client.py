@@ -27,7 +27,7 @@ from eyas.rpc import convert
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.status import status_error
-from eyas.sampling.packed_trees import TreeLimits, are_valid_trees
+from eyas.sampling.acceptance import TreeLimits, are_valid_trees
 from eyas.services.verifier.breaker import CircuitBreaker
 from eyas.services.verifier.commits import split_commits
 from eyas.v1 import draft_pb2, draft_pb2_grpc

@@ -12,7 +12,7 @@ from eyas.errors import InvalidTree
 from eyas.kernels.choice import tree_kernels
 from eyas.kernels.plain import trees as plain
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.packed_trees import TreeLimits, are_valid_trees, pack_trees
+from eyas.sampling.acceptance import TreeLimits, are_valid_trees, pack_trees
 from tests.support.strategies import accept, trees
 
 

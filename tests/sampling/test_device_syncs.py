@@ -29,10 +29,9 @@ from eyas.models.backends.cuda import KernelBackend
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
-from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput
+from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput, pack_trees
 from eyas.sampling.logit_rules import LogitRules
 from eyas.sampling.logprobs import accepted_paths
-from eyas.sampling.packed_trees import pack_trees
 from eyas.sampling.rejection import SiblingVerdicts
 from eyas.sampling.verify import accept_drafts, verify
 from tests.sampling.test_rejection_engine import METHODS, PARAMS, make_drafter, make_engine

@@ -10,7 +10,7 @@ import numpy as np
 from eyas.models.inputs import TreeSegments
 from eyas.protocol.commit import NoiseKey
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.packed_trees import pack_trees
+from eyas.sampling.acceptance import pack_trees
 
 Out = TypeVar("Out")
 
