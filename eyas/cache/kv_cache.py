@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.cache.prefix_cache import TableId, TableRows
+from eyas.cache.slot_tables import TableId, TableRows
 from eyas.device.transfer import Floats, Ints
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import UNSCALED, KVScales

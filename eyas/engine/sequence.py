@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob, VerifyStep, VerifyStepDetails
-from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, TableId, Tokens
+from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots, Tokens
+from eyas.cache.slot_tables import TableId
 from eyas.cache.states import StateStep
 from eyas.engine.recurrent_states import SequenceStates
 from eyas.protocol.tree import DraftTree

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.cache.prefix_cache import TableId
+from eyas.cache.slot_tables import TableId
 from eyas.cache.states import StateStep
 from eyas.device.transfer import Bools, Ints, upload
 from eyas.kernels.arguments import NO_SLOTS

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Sequence as Seq
 
 from eyas.api.request import Chunk, Request, SamplingParams
-from eyas.cache.prefix_cache import TableRows
+from eyas.cache.slot_tables import TableRows
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.budget.base import FixedDraftBudget
 from eyas.engine.scheduler import Scheduler

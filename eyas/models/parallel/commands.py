@@ -14,7 +14,7 @@ from typing import get_args
 
 import numpy as np
 
-from eyas.cache.prefix_cache import TableId, TableRows
+from eyas.cache.slot_tables import TableId, TableRows
 from eyas.cache.states import NO_STATES, StateSizes, StateStep
 from eyas.config.engine import KVCacheDtype
 from eyas.device.transfer import Ints

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.cache.prefix_cache import TableId
+from eyas.cache.slot_tables import TableId
 from eyas.models.backends.base import BackendKind, BackendPlan
 from eyas.models.backends.cuda_graphs import CaptureLimits
 from eyas.models.inputs import Segment, TreeSegments
