@@ -147,8 +147,11 @@ def default_method(source: str, find_file: Callable[[str], Path | None]) -> str:
     stated = next((count for key in COUNTS if (count := text_settings(config).get(key))), 0)
     if found is None:
         if stated and names:
-            log.info("%s: its config announces %s modules for multi-token prediction, but its files hold none. Quantised "
-                     "copies often leave them out; it is served without drafts", source, stated)  # fmt: skip
+            others = sorted(name for name in names if "mtp" in name)
+            what = (f"hold them in a layout that Eyas does not know, {others[0]}" if others
+                    else "hold none. Quantised copies often leave them out")  # fmt: skip
+            log.info("%s: its config announces %s modules for multi-token prediction, but its files %s; it is served "
+                     "without drafts", source, stated, what)  # fmt: skip
         return NO_DRAFTS
     if kind := quantisation(config):
         log.info("%s: it has modules for multi-token prediction, and weights quantised by %s; to draft with plain modules, "

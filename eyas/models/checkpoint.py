@@ -48,15 +48,18 @@ MAX_NAME_LENGTH = 200
 WEIGHT_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "model.safetensors", "pytorch_model.bin")
 EMBEDDING_NAMES = (
     "model.embed_tokens.weight",
+    "model.word_embeddings.weight",
     "embed_tokens.weight",
     "transformer.wte.weight",
     "model.language_model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
     "language_model.embed_tokens.weight",
     "model.text_model.embed_tokens.weight",
+    "backbone.embeddings.weight",
+    "tok_embeddings.weight",
 )
 # The embedding may be tied to the lm_head.
-LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", *EMBEDDING_NAMES)
+LM_HEAD_NAMES = ("lm_head.weight", "language_model.lm_head.weight", "output.weight", *EMBEDDING_NAMES)
 # The scheme of torchao whose weights have the layouts of GPU kernels; no kernel of a CPU reads them.
 PACKED_FOR_GPUS = "Int4WeightOnlyConfig"
 # Quantised weights that are served, as transformers names them, and the packages that read them.

@@ -12,6 +12,7 @@ from eyas.api.request import Request, SamplingParams
 from eyas.cache.states import START, StateStep
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError
+from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, Checkpoint
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
@@ -91,6 +92,14 @@ def test_chunks_trees_and_states_equal_transformers(kind: str, tmp_path: Path) -
             states_of(target)
         return
     torch.testing.assert_close(states_of(target), reference_states(folder), atol=1e-4, rtol=1e-4)
+    check_vocabulary(target, folder)
+
+
+def check_vocabulary(target: TargetModel, folder: str) -> None:
+    """Heads find the target's embedding and output head in its files."""
+    shape = target.vocab_size, target.config.hidden_size
+    for names in (EMBEDDING_NAMES, LM_HEAD_NAMES):
+        assert Checkpoint(folder).vocabulary(names, shape).any()
 
 
 @torch.inference_mode()
@@ -149,6 +158,7 @@ def test_a_text_part_equals_its_whole_model(kind: str, tmp_path: Path) -> None:
     folder = write_wrapped(kind, tmp_path)
     target = load_target(folder)
     check_exact(target, folder)
+    check_vocabulary(target, folder)
 
 
 def test_text_parts_run_without_the_other_parts(tmp_path: Path) -> None:

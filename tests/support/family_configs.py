@@ -40,6 +40,7 @@ GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multipl
 
 # Families whose public checkpoints bring a module for multi-token prediction along, by model type: the layer's tensors.
 MODULES = {
+    "bailing_hybrid": "model.layers.{L+k}.*",
     "deepseek_v3": "model.layers.{L+k}.*",
     "deepseek_v32": "model.layers.{L+k}.*",
     "ernie4_5_moe": "model.mtp_block.{k}.*",

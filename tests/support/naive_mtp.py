@@ -37,7 +37,7 @@ class NaiveMtp(NaiveEagle):
         self.window = config.sliding_window if self.kind == "sliding_attention" else None
         self.eps, self.adds_one = config.rms_norm_eps, of.adds_one
         self.output = output
-        self.embedding = stored["model.embed_tokens.weight"]
+        self.embedding = self.model.get_input_embeddings().weight.detach()
         self.ids = list(range(len(self.embedding)))
 
     @property

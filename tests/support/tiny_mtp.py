@@ -46,6 +46,10 @@ def _with_layer(kind: str, **lists: str) -> dict[str, Any]:
 FAMILIES: dict[str, MtpFamily] = {
     "glm4_moe": MtpFamily("glm4_moe", f"model.layers.{LAYERS}", DEEPSEEK, MORE_FAMILIES["glm4_moe"]),
     "deepseek_v3": MtpFamily("deepseek_v3", f"model.layers.{LAYERS}", DEEPSEEK, MORE_FAMILIES["deepseek_v3"]),
+    "bailing_hybrid": MtpFamily(
+        "bailing_hybrid", f"model.layers.{LAYERS}", HY,
+        _with_layer("bailing_hybrid", layer_types="full_attention", mlp_layer_types="sparse"),
+    ),
     "deepseek_v32": MtpFamily("deepseek_v32", f"model.layers.{LAYERS}", DEEPSEEK, MORE_FAMILIES["deepseek_v32"]),
     "glm_moe_dsa": MtpFamily(
         "glm_moe_dsa", f"model.layers.{LAYERS}", DEEPSEEK, _with_layer("glm_moe_dsa", indexer_types="full"),
@@ -119,7 +123,7 @@ def write_mtp(
         if swaps:
             tensors[projection] = tensors[projection].roll(HIDDEN, 1)
     if agrees:
-        silent = ("o_proj", "down_proj", "out_proj")
+        silent = ("o_proj", "down_proj", "out_proj", "attention.dense")
         tensors |= {name: torch.zeros_like(t) for name, t in tensors.items() if any(part in name for part in silent)}
         tensors["model.norm.weight"] = one
     if not modules:

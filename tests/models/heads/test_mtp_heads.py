@@ -192,6 +192,9 @@ def test_the_default_is_the_module_of_the_targets_own_files(tmp_path: Path, capl
     assert "drafts come from its own module" in caplog.text
     assert DraftHead("", "", without, has_default=True).method == "none"
     assert "announces 1 modules for multi-token prediction, but its files hold none" in caplog.text
+    edit(without, **{"mtp.layers.0.eh_proj.weight": torch.ones(2)})
+    assert DraftHead("", "", without, has_default=True).method == "none"
+    assert "hold them in a layout that Eyas does not know, mtp.layers.0.eh_proj.weight; it is" in caplog.text
     assert DraftHead("", named, own, has_default=True).method == "none"
     assert DraftHead("", "", own).method == "none"
     config = json.loads(Path(own, "config.json").read_text())
