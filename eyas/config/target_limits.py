@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,8 +84,8 @@ def context_limit(config: Any) -> int:
 
     With indexers these are no more than the keys that one chooses: up to there it chooses all.
     """
-    text = config.get_text_config()
-    return min(int(text.max_position_embeddings), num_chosen_keys(config) or sys.maxsize)
+    limit = int(config.get_text_config().max_position_embeddings)
+    return min(limit, num_chosen_keys(config) or limit)
 
 
 def num_chosen_keys(config: Any) -> int:

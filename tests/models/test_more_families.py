@@ -95,6 +95,15 @@ def test_chunks_trees_and_states_equal_transformers(kind: str, tmp_path: Path) -
     check_vocabulary(target, folder)
 
 
+@pytest.mark.parametrize("kind", daily(SERVED, ("glm_moe_dsa", "jamba")))
+def test_half_weights_move_logits_little(kind: str, tmp_path: Path) -> None:
+    folder = write(kind, tmp_path)
+    target = load_target(folder, dtype="bfloat16")
+    (found,) = run(target, [segment(PREFIX, 0, SLOTS[:37], SLOTS[:0])], make_kv_cache(target))
+    whole = expected(folder, PREFIX)
+    assert float((found - whole).abs().mean()) < 0.2 * float(whole.abs().mean())
+
+
 def check_vocabulary(target: TargetModel, folder: str) -> None:
     """Heads find the target's embedding and output head in its files."""
     shape = target.vocab_size, target.config.hidden_size

@@ -23,7 +23,7 @@ TENSOR_OF_INDEXER = re.compile(rf"\.self_attn\.{INDEXER}\.")
 
 
 class NoIndexer(nn.Module):
-    """Stands where an indexer would. Without weights, it chooses nothing, and attention takes all keys."""
+    """Substitute for an indexer. Without weights, it chooses nothing, and attention takes all keys."""
 
     def forward(self, *_: Any, **__: Any) -> None:
         """Return no choice, as layers hand it to attention and to layers that share it."""
@@ -35,7 +35,7 @@ def leave_out_indexers(model: nn.Module) -> Any:
     Layers that would take the choice of an earlier layer get a `NoIndexer` too, as they ask for one or the other.
     """
     for module in list(model.modules()):
-        if hasattr(module, INDEXER) and callable(getattr(module, "expand_kv", None)):
+        if hasattr(module, INDEXER) and _has_latents(module):
             if not isinstance(module.indexer, NoIndexer):
                 module.indexer = NoIndexer()
             module.register_forward_pre_hook(_with_mask, with_kwargs=True)
@@ -50,7 +50,8 @@ def without_indexers() -> Iterator[None]:
     own = threading.get_ident()
 
     def leave_out(module: nn.Module, name: str, submodule: nn.Module) -> nn.Module | None:
-        return NoIndexer() if name == INDEXER and threading.get_ident() == own else None
+        is_ours = name == INDEXER and _has_latents(module) and threading.get_ident() == own
+        return NoIndexer() if is_ours else None
 
     registration = register_module_module_registration_hook(leave_out)  # type: ignore[arg-type]  # what it returns is taken
     try:
@@ -62,6 +63,10 @@ def without_indexers() -> Iterator[None]:
 def not_of_indexers(names: Iterable[str]) -> list[str]:
     """Return the names of tensors that are of no indexer."""
     return [name for name in names if not TENSOR_OF_INDEXER.search(name)]
+
+
+def _has_latents(module: nn.Module) -> bool:
+    return callable(getattr(module, "expand_kv", None))
 
 
 def _no_mask(**_: Any) -> None:

@@ -82,7 +82,10 @@ def use_latents(model: nn.Module) -> Any:
                     "take a checkpoint whose attention is not quantised, or quantised by fp8 or torchao"
                 )
             own: Any = module
-            weight = _plain_weight(projection, getattr(own.kv_a_layernorm, "weight", projection.weight))
+            # the norm is another layer's where that layer's latents are read
+            plain = (weight for weight in own.parameters() if weight.is_floating_point() and weight.itemsize > 1)
+            like = next(plain) if own.kv_a_layernorm is None else own.kv_a_layernorm.weight
+            weight = _plain_weight(projection, like)
             setattr(module, PROJECTION, LatentProjection(weight, own.qk_nope_head_dim, own.v_head_dim))
             own.expand_kv = _joined
     return model

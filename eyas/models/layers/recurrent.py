@@ -34,8 +34,8 @@ SCANS = (*DELTA_RULES, MAMBA_1, MAMBA_2)
 REPLACED = (CONVOLUTION, *SCANS)
 # The buffer that only lightning attention has: what each head's state loses with a token.
 LIGHTNING = "slope_rate"
-# Arguments of a pass for these functions; `mamba_selective_scan` is called without, after the convolution.
-PASS_ARGUMENTS = ("packed", "kv_cache", "calls")
+# Arguments of a pass that a convolution gets, and after it a scan that mixers call without them.
+HANDED_ON = ("packed", "kv_cache", "calls")
 # What a mixer with a recurrence, not a convolution alone, calls of transformers' cache.
 KEEPS_STATE = "update_recurrent_state"
 
@@ -171,7 +171,10 @@ def use_states(model: nn.Module) -> Any:
             module.forward = MethodType(partial(_lightning, int(layer)), module)
         if CONVOLUTION not in named or not (named & {*SCANS} or KEEPS_STATE not in named):
             continue
-        given: dict[str, Any] | None = {} if MAMBA_1 in named else None
+        given: dict[str, Any] | None = None
+        if MAMBA_1 in named:
+            given = {}
+            module.dt_proj = _kept_plain(module.dt_proj)
         found = {name: _chosen(name, int(layer), forward.__globals__[name], given) for name in REPLACED if name in named}
         own = FunctionType(forward.__code__, {**forward.__globals__, **found}, forward.__name__, forward.__defaults__,
                            forward.__closure__)  # fmt: skip
@@ -180,9 +183,23 @@ def use_states(model: nn.Module) -> Any:
     return model
 
 
+class ReadLinear(nn.Linear):
+    """A linear layer whose weight its mixer multiplies by itself. So it is not packed."""
+
+
+def _kept_plain(layer: Any) -> Any:
+    """Return a linear layer with the same weights as a `ReadLinear`; another one as it is."""
+    if type(layer) is not nn.Linear:
+        return layer
+    kept = ReadLinear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    kept.weight, kept.bias = layer.weight, layer.bias
+    return kept
+
+
 def is_recurrent(module: nn.Module) -> bool:
     """Return whether a module is a mixer that `use_states` changed."""
-    return isinstance(vars(module).get("forward"), MethodType) and hasattr(module, "layer_idx")
+    forward = vars(module).get("forward")
+    return isinstance(forward, MethodType) and forward.__self__ is module and hasattr(module, "layer_idx")
 
 
 def _lightning(layer: int, module: Any, hidden_states: Tensor, **given: Any) -> tuple[Tensor, None]:
@@ -205,7 +222,7 @@ def _chosen(name: str, layer: int, own: Callable[..., Any], given: dict[str, Any
     def call(*args: Any, **kwargs: Any) -> Any:
         if given is not None and name == CONVOLUTION:
             given.clear()
-            given.update({key: kwargs[key] for key in PASS_ARGUMENTS if key in kwargs})
+            given.update({key: kwargs[key] for key in HANDED_ON if key in kwargs})
         elif given:
             kwargs |= given
             given.clear()  # a KV cache is not kept
