@@ -46,11 +46,9 @@ def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tenso
     return _uniform(_bits(_signed(seeds, indices), upload(positions, indices.device), -2 - indices))
 
 
-def row_keys(seeds: Ints, positions: Ints) -> Ints:
-    """Return what the noise of every (seeds[i], positions[i]) is hashed from, made on the host: int64
-    [N]. seeds: `signed`.
-    """
-    z = seeds.view(np.uint64) + np.uint64(GOLDEN % 2**64)
+def row_keys(seeds: npt.NDArray[np.uint64], positions: Ints) -> Ints:
+    """Return what the noise of every (seeds[i], positions[i]) is hashed from, made on the host: int64 [N]."""
+    z = seeds + np.uint64(GOLDEN % 2**64)
     z = _mixed(_mixed(z) + positions.view(np.uint64) * np.uint64(GOLDEN % 2**64))
     return z.view(np.int64)
 
@@ -68,13 +66,9 @@ def draft_seed(seed: int) -> int:
     return int.from_bytes(digest.digest(), "little")
 
 
-def signed(seed: int) -> int:
-    """Return the signed 64-bit integer with the same bits."""
-    return seed - (seed >> 63 << 64)
-
-
 def _signed(seeds: Sequence[int], beside: Tensor) -> Tensor:
-    return upload([signed(seed) for seed in seeds], beside.device)
+    """Return the signed integers with the bits of seeds, int64 [N], on a tensor's device."""
+    return upload(np.array(seeds, np.uint64).view(np.int64), beside.device)
 
 
 def _uniform(bits: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.trees.growth import forest_trees
 from eyas.kernels.arguments import MIN_TEMPERATURE
-from eyas.kernels.noise import exponential_noise_at, signed
+from eyas.kernels.noise import exponential_noise_at
 from eyas.kernels.plain.trees import first_of_groups
 from eyas.kernels.probabilities import filtered_probs, filtering, filters_of
 from eyas.protocol.commit import NoiseKey, ResyncRequired, TreeBudget
@@ -303,7 +303,7 @@ def perturbed_log_shares(trie: Trie, contexts: Sequence[DraftContext], config: D
     shared_S = np.array([config.shared_noise and key.temperature > 0 for key in keys])
     if not shared_S.any():
         return plain
-    seeds = np.array([signed(key.seed) for key in keys])[trie.sessions]
+    seeds = np.array([key.seed for key in keys], np.uint64).view(np.int64)[trie.sessions]
     positions = np.array([context.committed_length for context in contexts])[trie.sessions] + trie.depths
     tokens = torch.from_numpy(trie.tokens)[:, None]
     noise = exponential_noise_at(torch.from_numpy(seeds), torch.from_numpy(positions), tokens)[:, 0].double().numpy()

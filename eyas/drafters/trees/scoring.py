@@ -23,7 +23,6 @@ from eyas.drafters.base import DraftContext, Path, PathMasks
 from eyas.grammar.compiler import TokenBits
 from eyas.kernels.arguments import ProbsFunction, Ranked
 from eyas.kernels.by_device import drafting_kernels
-from eyas.kernels.noise import signed
 from eyas.kernels.probabilities import Filters, filtered_probs
 
 if TYPE_CHECKING:
@@ -236,23 +235,31 @@ def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_ro
     The rows are seed, committed length, whether noise is shared, and top-k; then as bits of float64 temperature, ranking
     temperature, top-p and min-p. Without shared noise, as beyond the contexts, the temperature is 0, and no filters apply.
     """
-    ints, reals = np.zeros((4, num_rows), dtype=np.int64), np.ones((4, num_rows))
+    ints, reals = np.zeros((4, num_rows), np.uint64), np.ones((4, num_rows))
     reals[[0, 3]] = 0.0
     for row, context in enumerate(contexts):
         key = context.noise
         reals[1, row] = config.ranking_temperature or _default_ranking_temperature(config, key.temperature)
         if config.shared_noise and key.temperature > 0:
-            ints[:, row] = signed(key.seed), context.committed_length, 1, key.top_k
+            ints[:, row] = key.seed, context.committed_length, 1, key.top_k
             reals[[0, 2, 3], row] = key.temperature, key.top_p, key.min_p
-    return np.concatenate([ints, reals.view(np.int64)])
+    return np.concatenate([ints, reals.view(np.uint64)]).view(np.int64)
+
+
+def unfiltered_words(contexts: Sequence[DraftContext], config: DraftingConfig) -> Ints | None:
+    """Return `noise_words` where nothing else changes the logits; None for sessions with masks, biases or filters."""
+    if any(context.allowed or context.logit_biases for context in contexts):
+        return None
+    words = noise_words(contexts, config, len(contexts))
+    return None if scorer_kind(words) == "filtered" else words
 
 
 def chain_words(contexts: Sequence[DraftContext]) -> Ints:
     """Return what the drawn tokens of sampled chains depend on besides logits, in the rows of `noise_words`."""
     keys = [context.noise for context in contexts]
-    ints = [(signed(key.seed), c.committed_length, 1, key.top_k) for key, c in zip(keys, contexts, strict=True)]
+    ints = [(key.seed, c.committed_length, 1, key.top_k) for key, c in zip(keys, contexts, strict=True)]
     reals = [(key.temperature, 1.0, key.top_p, key.min_p) for key in keys]
-    return np.concatenate([np.array(ints, np.int64), np.array(reals).view(np.int64)], 1).T.copy()
+    return np.concatenate([np.array(ints, np.uint64), np.array(reals).view(np.uint64)], 1).T.copy().view(np.int64)
 
 
 def scorer_kind(words: Ints) -> ScorerKind:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from eyas.kernels.arguments import MAX_KERNEL_K, MIN_TEMPERATURE, Draw, Draws, Ranked, has_filters
 from eyas.kernels.cpu import sampling as kernels
-from eyas.kernels.noise import signed
 from eyas.kernels.plain import sampling as plain
 from eyas.kernels.plain.sampling import best_of_races, kept_logits, masses_from, race
 from eyas.protocol.commit import NoiseKey
@@ -23,7 +22,7 @@ def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     draws = Draws.of(draws)
     keys = draws.keys
     tokens = torch.empty(len(draws), dtype=torch.int64)
-    seeds = draws.by_row([signed(key.seed) for key in keys], np.int64)
+    seeds = draws.by_row([key.seed for key in keys], np.uint64).view(np.int64)
     heats = [max(key.temperature, MIN_TEMPERATURE) if key.temperature > 0 else 0.0 for key in keys]
     kernels.draw_rows(logits.contiguous().numpy(), seeds, draws.positions, draws.by_row(heats, np.float32), tokens.numpy())
     filtered = np.flatnonzero(draws.by_row(list(map(has_filters, keys)), np.bool_)).tolist()

@@ -32,7 +32,7 @@ from eyas.kernels.arguments import (
     Scale,
     has_filters,
 )
-from eyas.kernels.noise import row_keys, signed
+from eyas.kernels.noise import row_keys
 from eyas.kernels.plain import sampling as plain
 from eyas.protocol.commit import NoiseKey
 
@@ -141,7 +141,7 @@ def _words(draws: Sequence[Draw]) -> Ints:
     draws = Draws.of(draws)
     keys = draws.keys
     words = np.empty((5, len(draws)), dtype=np.int64)
-    words[0] = row_keys(draws.by_row([signed(key.seed) for key in keys], np.int64), draws.positions)
+    words[0] = row_keys(draws.by_row([key.seed for key in keys], np.uint64), draws.positions)
     words[2] = draws.by_row([key.top_k for key in keys], np.int64)
     for word, name in ((1, "temperature"), (3, "top_p"), (4, "min_p")):
         words[word].view(np.float64)[:] = draws.by_row([getattr(key, name) for key in keys], np.float64)

@@ -14,7 +14,7 @@ import torch
 
 from eyas.kernels.arguments import MASS_BITS, Draw, Kept, Scale
 from eyas.kernels.by_device import rank
-from eyas.kernels.noise import exponential_noise, row_keys, signed
+from eyas.kernels.noise import exponential_noise, row_keys
 from eyas.kernels.plain import sampling as plain_kernels
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling import sampler
@@ -243,7 +243,7 @@ def test_the_host_hashes_rows_as_the_device_does() -> None:
     """A token's noise is hashed from the row's key; the first 52 bits decide."""
     seeds, positions = [0, 1, 2**63, 2**64 - 1], [0, 2**62, 5, 2**63 - 1]
     with np.errstate(over="ignore"):
-        z = row_keys(np.array([signed(seed) for seed in seeds]), np.array(positions)).view(np.uint64)[:, None] + np.arange(
+        z = row_keys(np.array(seeds, np.uint64), np.array(positions)).view(np.uint64)[:, None] + np.arange(
             1, 9, dtype=np.uint64
         ) * np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
