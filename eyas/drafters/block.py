@@ -10,7 +10,7 @@ vocabulary, r rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,10 +21,9 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.transfer import moved
-from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork, within
+from eyas.drafters.base import DraftContext, DraftWork, within
 from eyas.drafters.neural import NeuralDrafter, plan_tree_slots
-from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
+from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import (
     Expansion,
@@ -32,7 +31,7 @@ from eyas.drafters.trees.growth import (
     ddtree_shape,
 )
 from eyas.drafters.trees.rows import GrowthShape, PaddedPrefix, Roots, SlotLevels, SlotRows
-from eyas.drafters.trees.scoring import noise_words, scorer_kind
+from eyas.drafters.trees.scoring import noise_words, unfiltered_words
 from eyas.emulation.device import EmulatedDevice
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import NO_SLOTS, Projected
@@ -77,16 +76,16 @@ class BlockDrafter(NeuralDrafter[None]):
         tree = replace(tree, num_steps=min(tree.num_steps, c.num_drafted))
         tree = ddtree_shape(tree, c.draft_vocab_size) if head.is_independent else tree
         shapes, device = [KVShape(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers, head.draft_ids.device
-        self._head, self._dtype = head, head.embed_tokens.weight.dtype
+        self._head, dtype = head, head.embed_tokens.weight.dtype
         whole, batch = np.ones((c.block_size, c.block_size), dtype=np.bool_), config.cuda_graph_max_batch
-        slots = plan_tree_slots(c, self._dtype, device, head.max_model_len, [c.block_size], batch, capture, whole)
+        slots = plan_tree_slots(c, dtype, device, head.max_model_len, [c.block_size], batch, capture, whole)
         num_tree_slots = slots.num_slots if slots else 0
-        self._kv = make_kv_cache(config, shapes, self._dtype, device, num_tree_slots=num_tree_slots)
+        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots)
         first = self._kv.scratch - num_tree_slots
         ledger: KVLedger[None] = KVLedger(first, head.max_model_len)
         super().__init__(config, tree, None, head.draft_ids, ledger)
         slots = slots and replace(slots, first=first, spare=self._kv.scratch)
-        self._use_slots(slots, capture, 0, self._dtype, self._cache_context, c.hidden)
+        self._use_slots(slots, capture, 0, dtype, self._cache_context, c.hidden)
         self._use(None if slots or config.emulated_device else head.compiled)
 
     def _use(self, compiled: CompiledBackbone | None) -> None:
@@ -123,25 +122,17 @@ class BlockDrafter(NeuralDrafter[None]):
             self._compiled.cache_context(blocks[0, :1].contiguous(), place * 0, place, self._kv)
             logits = self._head.backbone_logits(blocks.contiguous())
             for has_noise in (False, True):
-                self._growth.trees(logits, [0], words, has_noise, [TreeBudget(2, c.num_drafted)], self._max_expanded)
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return DrafterNeeds(features=True, feature_size=self._head.config.hidden)
+                words[2] = has_noise
+                self._growth.trees(logits, [0], words, [TreeBudget(2, c.num_drafted)], self._max_expanded)
 
     @property
     def work(self) -> DraftWork:
         """One pass, whose context is projected only."""
         return DraftWork(1, self._head.config.num_layers)
 
-    def _claim(self, session: KVSession[None], context: DraftContext, busy: Collection[str]) -> bool:
-        count = num_features(context)
-        return self.sessions.claim(session, count, 0, busy) and count > 0
-
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         """Cache keys and values of all new features in every layer. Trees grow from tokens alone: the states are empty."""
-        features = torch.cat([context.features for context in contexts if context.features is not None])
-        features = moved(features, self.draft_ids.device, self._dtype)
+        features = self._features(contexts)
         if self._compiled is None:
             return self._run_new(contexts, features, self._packed(self._cache_context))
         all_slots, counts = self._prefix_slots(contexts), [num_features(context) for context in contexts]
@@ -160,17 +151,14 @@ class BlockDrafter(NeuralDrafter[None]):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees; in one kernel on the CPU, where nothing but noise changes the head's logits."""
-        is_ruled = any(context.allowed or context.logit_biases for context in contexts)
-        if not self._compiled or not self._growth or is_ruled:
-            return super()._grow(contexts, states)
-        words = noise_words(contexts, self._config, len(contexts))
-        if (kind := scorer_kind(words)) == "filtered":
+        words = unfiltered_words(contexts, self._config) if self._growth else None
+        if not self._compiled or not self._growth or words is None:
             return super()._grow(contexts, states)
         tokens, shape = [context.tokens[-1] for context in contexts], self._shape(contexts, self._max_expanded)
         blocks = compiled_states(self._head, self._compiled, self._kv, tokens, self._prefix_slots(contexts))
         logits = self._head.backbone_logits(blocks[:, : shape.num_steps].contiguous())
         budgets = [within(context.budget, self.tree) for context in contexts]
-        return self._growth.trees(logits, tokens, words, kind == "noised", budgets, shape.top_k)
+        return self._growth.trees(logits, tokens, words, budgets, shape.top_k)
 
     def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         return self._expansion(block_states(self._head, self._kv, roots)[:, : shape.num_steps], roots.tokens)

@@ -7,7 +7,7 @@ Legend: S sessions, W frontier rows, R rows of the level above, L prefix length,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -18,10 +18,10 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.transfer import Bools, Ints, moved, upload
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, DraftWork, within
+from eyas.device.transfer import Bools, Ints, upload
+from eyas.drafters.base import Draft, DraftContext, DraftWork, within
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, new_rows, plan_tree_slots
-from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
+from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import (
@@ -33,7 +33,7 @@ from eyas.drafters.trees.rows import (
     SlotLevels,
     SlotRows,
 )
-from eyas.drafters.trees.scoring import make_scorer, noise_words, scorer_kind
+from eyas.drafters.trees.scoring import make_scorer, unfiltered_words
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, on_host
 from eyas.errors import ConfigError
@@ -84,7 +84,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             )
         shapes = head.kv_shapes
         dtype, device = head.dtype, head.draft_ids.device
-        self._head, self._dtype = head, dtype
+        self._head = head
         sizes = HeadSizes(head.num_heads, shapes[0].num_heads, shapes[0].width)
         plan = partial(plan_tree_slots, sizes, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
         slots = None
@@ -126,10 +126,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     def _visible(self, tree: TreeConfig) -> Bools | None:
         """Return which rows of a tree see each other, [R, R]; None where each sees its ancestors."""
         return None
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return DrafterNeeds(features=True, feature_size=self._head.config.hidden)
 
     @property
     def work(self) -> DraftWork:
@@ -203,10 +199,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         pairs = [new_rows(c, own, n, True) for c, own, n in zip(commits, self._prefix_slots(commits), counts, strict=True)]
         prefixes = self._prefix_slots(contexts)
         segments = [*pairs, *(self._segment(*each) for each in zip(rows, prefixes, strict=True))]
-        true = [context.features for context in commits if context.features is not None]
-        predicted = [on_host(own.features) for own in rows]
-        device = self.draft_ids.device
-        features = torch.cat([*(moved(each, device, self._dtype) for each in true), *predicted])
+        device, true = self.draft_ids.device, [self._features(commits)] if commits else []
+        features = torch.cat([*true, *(on_host(own.features) for own in rows)])
 
         def run() -> tuple[Tensor, Ranked]:
             states = self._run_segments(features, segments)
@@ -234,16 +228,14 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
-        compiled, is_ruled = self._compiled, any(context.allowed or context.logit_biases for context in contexts)
-        if compiled is None or is_ruled:
-            return super()._grow(contexts, states)
-        words = noise_words(contexts, self._config, len(contexts))
-        if scorer_kind(words) == "filtered":
+        compiled = self._compiled
+        words = unfiltered_words(contexts, self._config) if compiled else None
+        if compiled is None or words is None:
             return super()._grow(contexts, states)
         assert self._tree_slots is not None
         shape = self._shape(contexts, self._max_expanded)
         budgets = [within(context.budget, self.tree) for context in contexts]
-        growth = LevelGrowth(self.draft_ids, words, scorer_kind(words) == "noised", budgets, shape)
+        growth = LevelGrowth(self.draft_ids, words, budgets, shape)
         rows = CompiledRows(self._prefix_slots(contexts), self._tree_slots, self._head.max_model_len)
         growth.add(compiled.logits(states))
         while growth.widths.any():
@@ -252,10 +244,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             states = compiled.run_rows(states, sources, tokens, rows.slots, rows.keys, self._kv)
             growth.add(compiled.logits(states))
         return growth.trees([context.tokens[-1] for context in contexts])
-
-    def _claim(self, session: KVSession[Tensor], context: DraftContext, busy: Collection[str]) -> bool:
-        count = num_features(context)
-        return self.sessions.claim(session, count, 0, busy) and count > 0
 
     def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         assert isinstance(self._head, EagleHead), "other heads expand rows themselves"
@@ -266,8 +254,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
         Returns the state [S, H] behind each session's last pair.
         """
-        features = torch.cat([context.features for context in contexts if context.features is not None])
-        features, counts = moved(features, self.draft_ids.device, self._dtype), list(map(num_features, contexts))
+        features, counts = self._features(contexts), list(map(num_features, contexts))
         attends = self._head.rows_in_slots or self._head.config.num_layers > 1
         if self._compiled and (attends or sum(counts) <= MAX_COMPILED_PAIRS):
             pairs = zip(contexts, self._prefix_slots(contexts), counts, strict=True)

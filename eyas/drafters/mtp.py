@@ -19,7 +19,6 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.transfer import moved
 from eyas.drafters.base import DraftContext
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.sessions import KVSession, num_features
@@ -74,8 +73,7 @@ class MtpDrafter(EagleDrafter):
         if self._modules.num_modules == 1:
             return super()._extend(contexts)
         counts = [num_features(context) for context in contexts]
-        features = torch.cat([context.features for context in contexts if context.features is not None])
-        rows = list(torch.split(moved(features, self.draft_ids.device, self._dtype), counts))
+        rows = list(torch.split(self._features(contexts), counts))
         owners = [self.sessions[context.session] for context in contexts]
         lasts = list[list[Tensor]]()
         for module in range(self._modules.num_modules):

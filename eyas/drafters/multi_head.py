@@ -21,8 +21,8 @@ from torch import Tensor
 from eyas.cache.kv_cache import KVShape
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, MedusaConfig, TreeChoices, TreeConfig
-from eyas.device.transfer import moved, upload
-from eyas.drafters.base import DraftContext, DrafterNeeds, DraftWork
+from eyas.device.transfer import upload
+from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import NeuralDrafter, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache, num_features
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree
@@ -66,29 +66,25 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         if tree.top_k > len(head.draft_ids):
             raise ConfigError(f"a tree of width {tree.top_k} needs as many draft tokens; there are {len(head.draft_ids)}")
         self._head, self._prefix = head, head.prefix if isinstance(head, HydraHead) else None
-        self._dtype, device = next(head.parameters()).dtype, head.draft_ids.device
+        dtype = next(head.parameters()).dtype
         sessions: KVLedger[None] = KVLedger(0, sys.maxsize)
         if self._prefix:
             sizes = self._prefix.sizes
             shape = KVShape(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim)
-            self._kv = make_kv_cache(config, [shape], self._dtype, device)
+            self._kv = make_kv_cache(config, [shape], dtype, head.draft_ids.device)
             sessions = KVLedger(self._kv.scratch, len(self._prefix.rotary))
         super().__init__(config, tree, static_tree, head.draft_ids, sessions)
         run = partial(self._run_prefix, self._prefix) if self._prefix else None
-        self._use_slots(self._plan_slots(config, capture), capture, head.hidden, self._dtype, run, head.hidden)
+        self._use_slots(self._plan_slots(config, dtype, capture), capture, head.hidden, dtype, run, head.hidden)
 
-    def _plan_slots(self, config: DraftingConfig, capture: Capture | None) -> TreeSlots | None:
+    def _plan_slots(self, config: DraftingConfig, dtype: torch.dtype, capture: Capture | None) -> TreeSlots | None:
         """Plan slots for the prefix layer: trees have no rows in slots; the prefix layer attends to its own."""
         device, max_batch = self.draft_ids.device, config.cuda_graph_max_batch
         if self._prefix:
-            plan = plan_tree_slots(self._prefix.sizes, self._dtype, device, len(self._prefix.rotary), (), max_batch, capture)
+            plan = plan_tree_slots(self._prefix.sizes, dtype, device, len(self._prefix.rotary), (), max_batch, capture)
             return plan and replace(plan, first=None, spare=self._kv.scratch)
         nothing = RowLayout((), Tiling(1, 1, 1), 1, device)
         return TreeSlots(nothing, nothing, padded_size(max_batch, 1), None) if capture else None
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return DrafterNeeds(features=True, feature_size=self._head.hidden)
 
     @property
     def work(self) -> DraftWork:
@@ -100,8 +96,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         return self.sessions.claim(session, count if self._prefix else 0, 0, busy) and count > 0
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
-        features = torch.cat([context.features for context in contexts if context.features is not None])
-        features = moved(features, self.draft_ids.device, self._dtype)
+        features = self._features(contexts)
         if self._prefix:
             return self._run_new(contexts, features, self._packed(partial(self._run_prefix, self._prefix)))
         return features[upload(np.cumsum([num_features(context) for context in contexts]) - 1, features.device)]

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.transfer import Bools, Ints, Reals, download, upload
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, PathMasks, within, without_banned
+from eyas.device.transfer import Bools, Ints, Reals, download, moved, upload
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, PathMasks, within, without_banned
 from eyas.drafters.emulated import EmulatedExpansion
 from eyas.drafters.sessions import KVLedger, KVSession, StateT, num_features
 from eyas.drafters.trees.cuda_graphs import ChainGraphs, ExtendGraphs, ExtendPass, RoundPlace, TreeGraphs, TreeSpec
@@ -104,6 +104,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.chain_graphs: ChainGraphs | None = None
         self._extend_graphs: ExtendGraphs | None = None
         self._path_masks: PathMasks | None = None
+        self._dtype, self._feature_size = torch.float32, 0
         name = config.emulated_device
         self.device = emulated_device(name, draft_ids.device) if name else None
 
@@ -122,8 +123,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             slots: None for the plain attention, whose rounds are not captured.
             state_size, dtype: of a state.
             extend: runs new rows; None if this is not captured.
-            feature_size: of their features.
+            feature_size: of their features, which have this dtype too; 0 for a drafter without.
         """
+        self._dtype, self._feature_size = dtype, feature_size
         self._slots, self._max_grown = slots, slots.max_sessions if slots else None
         if slots is None or capture is None:
             return
@@ -134,6 +136,10 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         if extend:  # a commit brings an accepted path and the target's own token
             self._extend_graphs = ExtendGraphs(extend, place, feature_size, self.tree.num_steps + 1)
         self.chain_graphs = ChainGraphs(replace(spec, tree=replace(self.tree, top_k=1)), self._config, place)
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return DrafterNeeds(features=self._feature_size > 0, feature_size=self._feature_size)
 
     @property
     def can_sample(self) -> bool:
@@ -186,9 +192,10 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         known = self.sessions.get(session)
         return known is not None and len(known.slots) > 0
 
-    @abstractmethod
     def _claim(self, session: KVSession[StateT], context: DraftContext, busy: Collection[str]) -> bool:
-        """Claim the slots that a commit takes. Returns whether it can be run, and a tree be grown."""
+        """Claim the slots that a commit takes, one for each feature. Returns whether it can be run, and a tree be grown."""
+        count = num_features(context)
+        return self.sessions.claim(session, count, 0, busy) and count > 0
 
     @abstractmethod
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
@@ -200,6 +207,11 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     @abstractmethod
     def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         """Start to grow trees of at most `shape.num_steps` levels, `shape.top_k` nodes being expanded at each."""
+
+    def _features(self, contexts: Sequence[DraftContext]) -> Tensor:
+        """Return the new features of all contexts on the drafter's device [R, H]."""
+        features = torch.cat([context.features for context in contexts if context.features is not None])
+        return moved(features, self.draft_ids.device, self._dtype)
 
     def _extend_on_device(self, contexts: Sequence[DraftContext]) -> Tensor:
         if self.device is None:
@@ -277,7 +289,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             return [without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
-        scorer = self._masked(biased_scorer(scorer, contexts, self.draft_ids), contexts)
+        scorer = self._ruled(scorer, contexts)
         candidates, rows = self._grow_candidates(self._roots(contexts, states, self._slots), scorer, shape)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
@@ -292,8 +304,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         shape = self._shape(contexts, top_k=1)
         words, device = chain_words(contexts), self.draft_ids.device
         probs = filtered_probs_of(filtering([context.noise for context in contexts]), len(contexts), device)
-        scorer = chain_scorer(upload(words, device), probs)
-        scorer = self._masked(biased_scorer(scorer, contexts, self.draft_ids), contexts)
+        scorer = self._ruled(chain_scorer(upload(words, device), probs), contexts)
         expansion = self._expand_on_device(self._roots(contexts, states, self._slots, is_chain=True), shape)
         masked = masked_expansion(expansion, scorer)
         drawn = draw_chains(masked, scorer, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
@@ -310,8 +321,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             candidates = grow_dynamic(masked, scorer, shape)
         return candidates, self._rows_run(_computing(expansion))
 
-    def _masked(self, scorer: LevelScorer[Scored], contexts: Sequence[DraftContext]) -> LevelScorer[Scored]:
-        """Return the scorer within the grammars of the sessions."""
+    def _ruled(self, scorer: LevelScorer[Scored], contexts: Sequence[DraftContext]) -> LevelScorer[Scored]:
+        """Return the scorer with the biases and within the grammars of the sessions."""
+        scorer = biased_scorer(scorer, contexts, self.draft_ids)
         if not any(context.allowed for context in contexts):
             return scorer
         return MaskedScorer(scorer, contexts, self.draft_ids, self._path_masks)

@@ -135,10 +135,6 @@ class GrownTree:
         """Give back what rows took whose results are not wanted."""
         self.pool.free(rows.slots[rows.nodes >= len(self.tokens)])
 
-    def next_rows(self, count: int, max_depth: int, max_nodes: int) -> GrownRows | None:
-        """Return the most useful rows of a pass, `count` at most; None if there is nothing to do."""
-        return self.take_rows(self.useful(count, max_depth, max_nodes)[0])
-
     def useful(self, count: int, max_depth: int, max_nodes: int) -> tuple[Ints, Reals]:
         """Return the most useful candidates of a pass, as parent * C + place, `count` at most; and the logarithms of their
         worth.
@@ -175,7 +171,7 @@ class GrownTree:
         )  # fmt: skip
 
     def apply(self, rows: GrownRows, states: Tensor, candidates: Ints, scores: Reals, max_nodes: int) -> None:
-        """Take the results of a pass over `next_rows`: states [R, H], candidates and scores [R, C]; keep the best nodes."""
+        """Take the results of a pass over `take_rows`: states [R, H], candidates and scores [R, C]; keep the best nodes."""
         added = rows.nodes >= len(self.tokens)
         again = rows.nodes[~added]
         self.tokens = np.concatenate([self.tokens, rows.tokens[added]])

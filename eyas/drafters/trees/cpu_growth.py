@@ -35,13 +35,11 @@ class LevelGrowth:
     widths, frontiers: of each session the number of nodes to expand next, and these as candidates [S], [S, k].
 
     Args:
-        draft_ids, words, has_noise: see CompiledGrowth.
+        draft_ids, words: see CompiledGrowth.
         shape: most levels, and nodes expanded at each.
     """
 
-    def __init__(
-        self, draft_ids: Tensor, words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], shape: GrowthShape
-    ) -> None:
+    def __init__(self, draft_ids: Tensor, words: Ints, budgets: Sequence[TreeBudget], shape: GrowthShape) -> None:
         from eyas.kernels.cpu import drafting as kernels
         from eyas.kernels.cpu.sampling import shared_noise
 
@@ -49,7 +47,7 @@ class LevelGrowth:
         self._draft_ids, self._words = draft_ids.numpy(), words
         self._limits, depths = limits_of(budgets)
         self._depths, sessions, k = np.minimum(depths, shape.num_steps), len(budgets), shape.top_k
-        if has_noise:
+        if words[2].any():
             self._noise = np.empty((sessions, shape.num_steps, len(self._draft_ids)), np.float32)
             shared_noise(words, self._draft_ids, self._noise)
         room = k + (shape.num_steps - 1) * k * k
@@ -142,19 +140,19 @@ class CompiledGrowth:
             self._markov = kernels.MarkovBias(rows, weight.layout.data_ptr(), weight.stored, 1.0 / product.scale)
 
     def trees(
-        self, logits: Tensor, roots: Sequence[int], words: Ints, has_noise: bool, budgets: Sequence[TreeBudget], top_k: int
+        self, logits: Tensor, roots: Sequence[int], words: Ints, budgets: Sequence[TreeBudget], top_k: int
     ) -> DraftTrees:
         """Return the trees of `grow_dynamic` and `select_nodes` in `eyas.drafters.trees.growth`.
 
         Args:
             logits: of all levels, float32 [S, L, D].
             roots: the target's ids.
-            words: see `scoring.noise_words`.
-            has_noise: whether a session shares its noise.
+            words: see `scoring.unfiltered_words`.
         """
         values, kernels = logits.contiguous().numpy(), self._kernels
-        noise = np.empty(values.shape, np.float32) if has_noise else kernels.NO_NOISE
-        if has_noise:
+        noise = kernels.NO_NOISE
+        if words[2].any():  # a session shares its noise
+            noise = np.empty(values.shape, np.float32)
             kernels.shared_noise(words, self._draft_ids, noise)
         limits, depths = limits_of(budgets)
         depths, most = np.minimum(depths, values.shape[1]), int(limits.max())

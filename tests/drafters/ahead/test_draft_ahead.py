@@ -98,7 +98,7 @@ def paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
 
 
 def random_pass(tree: GrownTree, rng: np.random.Generator, num_rows: int) -> None:
-    rows = tree.next_rows(num_rows, 6, 60)
+    rows = tree.take_rows(tree.useful(num_rows, 6, 60)[0])
     if rows is None:
         return
     size = len(rows.tokens), tree.candidates.shape[1]
@@ -142,7 +142,7 @@ def test_a_full_tree_takes_better_nodes_in_place_of_worse() -> None:
     tree = GrownTree(1, torch.zeros(4), np.array([2, 3, 4]), np.array([-0.1, -2.0, -3.0]), free)
     scores = {2: [-0.1, -5.0, -6.0], 5: [-0.1, -0.2, -9.0]}
     for _ in range(4):
-        if rows := tree.next_rows(3, 6, 4):
+        if rows := tree.take_rows(tree.useful(3, 6, 4)[0]):
             found = np.array([scores.get(int(token), [-4.0, -5.0, -6.0]) for token in rows.tokens])
             candidates = np.array([[5, 6, 7]] * len(rows.tokens))
             tree.apply(rows, torch.zeros(len(rows.tokens), 4), candidates, found, 4)
@@ -156,12 +156,12 @@ def test_a_full_tree_takes_better_nodes_in_place_of_worse() -> None:
 def test_rows_wait_for_slots() -> None:
     free = SlotAllocator(2)
     trees = [GrownTree(1, torch.zeros(4), np.array([2, 3]), np.array([-0.1, -2.0]), free) for _ in range(2)]
-    rows = [tree.next_rows(2, 6, 9) for tree in trees]
+    rows = [tree.take_rows(tree.useful(2, 6, 9)[0]) for tree in trees]
     assert rows[0] is not None
     assert len(rows[0].slots) == 2
     assert rows[1] is None
     trees[0].give_up(rows[0])
-    assert trees[1].next_rows(2, 6, 9) is not None
+    assert trees[1].take_rows(trees[1].useful(2, 6, 9)[0]) is not None
 
 
 @pytest.mark.parametrize("noise", NOISES)

@@ -55,6 +55,6 @@ def test_rows_that_find_no_memory_take_no_slots(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(grown_tree, "upload", refuse)
         with pytest.raises(torch.OutOfMemoryError):
-            tree.next_rows(2, 6, 9)
+            tree.take_rows(tree.useful(2, 6, 9)[0])
     assert free.num_free == 8
-    assert tree.next_rows(2, 6, 9) is not None
+    assert tree.take_rows(tree.useful(2, 6, 9)[0]) is not None

@@ -262,7 +262,7 @@ def test_kernels_choose_the_rows_of_the_plain_way(step: float, monkeypatch: pyte
         rows = list[GrownRows]()
         for tree, used in zip(trees, kernels, strict=True):
             monkeypatch.setattr(grown_tree, "tree_kernels", lambda used=used: used)
-            rows += [chosen] if (chosen := tree.next_rows(20, 6, 60)) else []
+            rows += [chosen] if (chosen := tree.take_rows(tree.useful(20, 6, 60)[0])) else []
         if rows:
             for name in ("tokens", "slots", "nodes", "parents", "is_exact", "others", "visible"):
                 assert np.array_equal(getattr(rows[0], name), getattr(rows[1], name))

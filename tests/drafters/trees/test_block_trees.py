@@ -135,7 +135,7 @@ def test_trees_of_a_markov_head_are_best_by_hand_in_every_layout(layout: str) ->
     assert (product.weight.is_half, product.scale > 1) == (layout != "float32", layout == "scaled float16")
     growth = CompiledGrowth(torch.arange(13, 50), embedding, product)
     words = noise_words([], DraftingConfig(), 1)
-    (tree,) = growth.trees(logits, [7], words, False, [TreeBudget(5, 2)], 2)
+    (tree,) = growth.trees(logits, [7], words, [TreeBudget(5, 2)], 2)
 
     def children(level: int, token: int) -> list[tuple[float, int]]:
         scores = torch.log_softmax(logits[0, level] + weight @ embedding[token], -1)
