@@ -22,7 +22,7 @@ from torch import Tensor
 from eyas.config import TreeConfig
 from eyas.grammar.compiler import TokenBits
 from eyas.protocol.commit import Commit, ResyncRequired, TreeBudget
-from eyas.protocol.tree import DraftTree, PreparedTree
+from eyas.protocol.tree import DraftTree, Ints, PreparedTree
 
 DraftContext: TypeAlias = Commit[Tensor]
 Draft: TypeAlias = DraftTree | ResyncRequired | None
@@ -249,28 +249,29 @@ def allowed_bits(contexts: Sequence[DraftContext]) -> npt.NDArray[np.uint8]:
     return bits
 
 
-def banned_at(context: DraftContext, level: int) -> frozenset[int]:
-    """Return the tokens that the target cannot draw at a level below the root; 0 is the root's children."""
-    return frozenset(b.token for b in context.logit_biases if b.bias == -math.inf and b.num_levels > level)
+def bans_of(context: DraftContext) -> dict[int, int]:
+    """Return the tokens that the target cannot draw, with the number of levels below the root that cannot have them."""
+    bans: dict[int, int] = {}
+    for bias in context.logit_biases:
+        if bias.bias == -math.inf:
+            bans[bias.token] = max(bans.get(bias.token, 0), bias.num_levels)
+    return bans
 
 
 def drawable(context: DraftContext) -> Callable[[int, int], bool]:
     """Return whether the target can draw a token at a level, as far as the context says; 0 is the root's children."""
-    ends: dict[int, int] = {}  # of banned tokens, the first level that may have them
-    for bias in context.logit_biases:
-        if bias.bias == -math.inf:
-            ends[bias.token] = max(ends.get(bias.token, 0), bias.num_levels)
+    bans = bans_of(context)
 
     def can_draw(token: int, level: int) -> bool:
         is_allowed = level > 0 or not context.allowed or context.allowed[token >> 3] >> (token & 7) & 1
-        return bool(is_allowed) and level >= ends.get(token, 0)
+        return bool(is_allowed) and level >= bans.get(token, 0)
 
     return can_draw
 
 
 def without_banned(tree: DraftTree, context: DraftContext) -> DraftTree:
     """Return the deterministic tree without nodes that the target cannot draw, and without what stands below them."""
-    if not context.allowed and not any(bias.bias == -math.inf for bias in context.logit_biases):
+    if not context.allowed and not bans_of(context):
         return tree
     can_draw, kept = drawable(context), {0: None}
     for node in range(1, len(tree)):
@@ -285,3 +286,9 @@ def within(budget: TreeBudget, tree: TreeConfig) -> TreeBudget:
         return budget
     max_nodes, max_depth = min(budget.max_nodes, tree.num_draft_tokens), min(budget.max_depth, tree.num_steps)
     return budget._replace(max_nodes=max_nodes, max_depth=max_depth)
+
+
+def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
+    """Return most drafted nodes and most levels of each session's tree, int64 [S] each."""
+    limits, depths = np.array([(max(budget.max_nodes - 1, 0), budget.max_depth) for budget in budgets]).T.copy()
+    return limits, depths

@@ -22,7 +22,7 @@ from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DraftWork, within
-from eyas.drafters.neural import NeuralDrafter, plan_tree_slots
+from eyas.drafters.neural import NeuralDrafter, check_tree, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import (
@@ -33,7 +33,6 @@ from eyas.drafters.trees.growth import (
 from eyas.drafters.trees.rows import GrowthShape, PaddedPrefix, Roots, SlotLevels, SlotRows
 from eyas.drafters.trees.scoring import noise_words, unfiltered_words
 from eyas.emulation.device import EmulatedDevice
-from eyas.errors import ConfigError
 from eyas.kernels.arguments import NO_SLOTS, Projected
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.backends.packed_weights import PackedLinear, has_kernel
@@ -68,11 +67,7 @@ class BlockDrafter(NeuralDrafter[None]):
         capture: Capture | None = None,
     ) -> None:
         c = head.config
-        if tree.num_steps < 1 or tree.top_k > c.draft_vocab_size:
-            raise ConfigError(
-                f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: a block drafter needs num_steps of at least "
-                f"1 and top_k of at most its draft vocabulary, {c.draft_vocab_size}"
-            )
+        check_tree(tree, "a block drafter", c.draft_vocab_size)
         tree = replace(tree, num_steps=min(tree.num_steps, c.num_drafted))
         tree = ddtree_shape(tree, c.draft_vocab_size) if head.is_independent else tree
         shapes, device = [KVShape(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers, head.draft_ids.device

@@ -24,12 +24,13 @@ from eyas.drafters.base import (
     DraftWork,
     LocalDrafter,
     PathMasks,
+    limits_of,
     within,
     without_banned,
 )
 from eyas.drafters.lookup.base import attached, best_leaves, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
-from eyas.drafters.trees.cpu_growth import limits_of, trees_of_cells
+from eyas.drafters.trees.cpu_growth import trees_of_cells
 from eyas.kernels.choice import tree_kernels
 from eyas.protocol.commit import BOOKKEEPING, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees, PreparedTree

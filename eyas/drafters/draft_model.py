@@ -18,7 +18,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
 from eyas.device.transfer import Ints
 from eyas.drafters.base import DraftContext, DraftWork
-from eyas.drafters.neural import HeadSizes, NeuralDrafter, plan_tree_slots
+from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache
 from eyas.drafters.trees.growth import Expansion
 from eyas.drafters.trees.rows import GroupLevels, GrowthShape, Roots, SlotLevels, SlotRows
@@ -74,11 +74,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         draft_model: DraftModelConfig,
         capture: Capture | None = None,
     ) -> None:
-        if tree.num_steps < 1 or tree.top_k > model.vocab_size:
-            raise ConfigError(
-                f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: a small draft model needs num_steps of at "
-                f"least 1 and top_k of at most its vocabulary, {model.vocab_size}"
-            )
+        check_tree(tree, "a small draft model", model.vocab_size)
         if model.state_shapes:
             raise ConfigError(
                 f"{model.name_or_path!r} has recurrent layers, whose states no growing tree keeps: it can be a target "

@@ -20,7 +20,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import Bools, Ints, upload
 from eyas.drafters.base import Draft, DraftContext, DraftWork, within
-from eyas.drafters.neural import HeadSizes, NeuralDrafter, new_rows, plan_tree_slots
+from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, new_rows, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
@@ -36,7 +36,6 @@ from eyas.drafters.trees.rows import (
 from eyas.drafters.trees.scoring import make_scorer, unfiltered_words
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, on_host
-from eyas.errors import ConfigError
 from eyas.kernels.arguments import Ranked
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cuda_graphs import Capture
@@ -77,11 +76,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     ) -> None:
         c = head.config
         tree = static_tree.shape if static_tree else tree
-        if tree.num_steps < 1 or tree.top_k > c.draft_vocab_size:
-            raise ConfigError(
-                f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: an EAGLE drafter needs num_steps of at least "
-                f"1 and top_k of at most its draft vocabulary, {c.draft_vocab_size}"
-            )
+        check_tree(tree, "an EAGLE drafter", c.draft_vocab_size)
         shapes = head.kv_shapes
         dtype, device = head.dtype, head.draft_ids.device
         self._head = head

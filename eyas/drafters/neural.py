@@ -50,6 +50,7 @@ from eyas.drafters.trees.scoring import (
 )
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import EmulatedDevice, emulated_device
+from eyas.errors import ConfigError
 from eyas.kernels.by_device import MAX_SORTED, rank
 from eyas.kernels.probabilities import filtering
 from eyas.models.backends.attention_metadata import pack_with_metadata, tight_shape
@@ -362,6 +363,15 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         num_steps = min(self.tree.num_steps, max(context.budget.max_depth for context in contexts))
         num_drafted = max(context.budget.max_nodes for context in contexts) - 1
         return GrowthShape(num_steps, max(min(top_k, num_drafted), 1))
+
+
+def check_tree(tree: TreeConfig, drafter: str, vocab_size: int) -> None:
+    """Raises ConfigError for trees without levels, or wider than the draft vocabulary."""
+    if tree.num_steps < 1 or tree.top_k > vocab_size:
+        raise ConfigError(
+            f"tree.num_steps {tree.num_steps} and tree.top_k {tree.top_k}: {drafter} needs num_steps of at least 1 and "
+            f"top_k of at most its vocabulary, {vocab_size}"
+        )
 
 
 def _computing(expansion: Expansion) -> Expansion:

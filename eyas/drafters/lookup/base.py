@@ -23,7 +23,7 @@ import torch
 
 from eyas.config import DraftingConfig
 from eyas.device.transfer import Ints, Reals, upload
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, banned_at
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, bans_of, limits_of
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.trees.growth import forest_trees
 from eyas.kernels.arguments import MIN_TEMPERATURE
@@ -159,9 +159,9 @@ def _first_banned(matches: Matches, contexts: Sequence[DraftContext]) -> Ints:
     is_banned_MD = np.zeros((len(matches.sessions), depth + 1), np.bool_)
     is_banned_MD[:, depth] = True
     for session in {session for session, context in enumerate(contexts) if context.logit_biases}:
-        rows = np.flatnonzero(matches.sessions == session)
+        rows, bans = np.flatnonzero(matches.sessions == session), bans_of(contexts[session])
         for level in range(depth):
-            banned = list(banned_at(contexts[session], level))
+            banned = [token for token, num_levels in bans.items() if num_levels > level]
             is_banned_MD[rows, level] = np.isin(matches.tokens[rows, level], banned)
     first: Ints = is_banned_MD.argmax(1)
     return first
@@ -285,7 +285,7 @@ def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequenc
     Ties go to the shallower node, then to the lower tokens. As scores never grow along a path, a selected node's parent is
     selected too. The counterpart of `eyas.drafters.trees.growth.select_nodes` on the host.
     """
-    limits, depths = np.array([(budget.max_nodes - 1, budget.max_depth) for budget in budgets]).T
+    limits, depths = limits_of(budgets)
     rounded = scores.astype(np.float32)
     places = np.flatnonzero((trie.depths < depths[trie.sessions]) & np.isfinite(rounded))
     chosen = np.zeros(len(scores), np.bool_)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from functools import partial
@@ -11,7 +10,7 @@ import numpy as np
 
 from eyas.config import PromptLookupConfig, TreeConfig
 from eyas.device.transfer import Reals
-from eyas.drafters.base import DraftContext, Path, within
+from eyas.drafters.base import DraftContext, Path, bans_of, within
 from eyas.drafters.lookup.base import MAX_CONTINUED, PRIOR_TRIALS, LookupDrafter
 from eyas.drafters.lookup.prompt_lookup import MATCH_DECAY
 from eyas.drafters.sessions import MemoryLedger
@@ -86,7 +85,7 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
         for i, index in indices.items():
             if forest.counts[i] > 1:
                 limits = budgets[i].max_nodes - 1, budgets[i].max_depth, contexts[i].budget.max_depth
-                inputs = index.ngrams, index.size, bans_of(contexts[i], has_root=False), NO_IDS, leaves, *limits
+                inputs = index.ngrams, index.size, kernel_bans(contexts[i], has_root=False), NO_IDS, leaves, *limits
                 forest.grow(i, *inputs)
         grown = forest.trees(nodes.grown_ahead)
         return [new if len(new) > len(old) else old for old, new in zip(trees, grown, strict=True)]
@@ -98,7 +97,7 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
         forest = _Forest(len(contexts), max(budget.max_nodes for budget in budgets))
         forest.tokens[:, 0] = [context.tokens[-1] for context in contexts]
         for i, (context, index, path, budget) in enumerate(zip(contexts, memories, paths, budgets, strict=True)):
-            inputs = index.ngrams, index.size, bans_of(context), np.array(path, np.int64), np.zeros(1, np.int64)
+            inputs = index.ngrams, index.size, kernel_bans(context), np.array(path, np.int64), np.zeros(1, np.int64)
             forest.grow(i, *inputs, budget.max_nodes - 1, budget.max_depth, budget.max_depth)
         return forest.trees(np.zeros(len(contexts), np.bool_))
 
@@ -120,9 +119,9 @@ class _Forest:
         return DraftTrees(self.counts, self.tokens[is_filled], self.parents[is_filled], self.scores[is_filled], grown_ahead)
 
 
-def bans_of(context: DraftContext, has_root: bool = True) -> Bans:
+def kernel_bans(context: DraftContext, has_root: bool = True) -> Bans:
     """Return what the target cannot draw. has_root: whether the next token is among what is looked up."""
-    banned = [(each.token, each.num_levels) for each in context.logit_biases if each.bias == -math.inf]
-    tokens, ends = np.array(banned, np.int64).T.copy() if banned else NO_BANS
+    bans = bans_of(context)
+    tokens, ends = np.array(list(bans.items()), np.int64).T.copy() if bans else NO_BANS
     bits = np.frombuffer(context.allowed, np.uint8).copy() if context.allowed and has_root else NO_BITS
     return Bans(tokens, ends, bits)

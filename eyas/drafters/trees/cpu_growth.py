@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eyas.cache.prefix_cache import Slots
 from eyas.device.transfer import Bools, Ints
+from eyas.drafters.base import limits_of
 from eyas.drafters.trees.rows import GrowthShape
 from eyas.kernels.arguments import RowKeys
 from eyas.models.backends.packed_weights import PackedProduct
@@ -21,12 +22,6 @@ def trees_of_cells(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.flo
     """Return the trees that kernels of the CPU wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees` there."""
     (tokens, parents), counts = cells[:, :, :-1], cells[0, :, -1]
     return DraftTrees.below(roots, tokens, parents, scores, counts)
-
-
-def limits_of(budgets: Sequence[TreeBudget]) -> tuple[Ints, Ints]:
-    """Return most drafted nodes and levels of each session."""
-    limits, depths = np.array([(max(budget.max_nodes - 1, 0), budget.max_depth) for budget in budgets]).T.copy()
-    return limits, depths
 
 
 class LevelGrowth:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from eyas.config import TreeChoices, TreeConfig
 from eyas.device.transfer import Ints, Reals, upload
-from eyas.drafters.base import DraftContext
+from eyas.drafters.base import DraftContext, limits_of
 from eyas.drafters.trees.rows import GrowthShape
 from eyas.drafters.trees.scoring import ChainLogits, LevelScorer, Scorer
 from eyas.kernels.arguments import Ranked
@@ -237,7 +237,7 @@ def grow_static(expansion: Expansion, scorer: Scorer, tree: StaticTree, num_step
 def select_nodes(candidates: Candidates, budgets: Sequence[TreeBudget], target_ids: Tensor) -> Tensor:
     """Run `select_columns` within one budget per session. target_ids maps draft vocabulary ids to the target's."""
     max_drafted = max(budget.max_nodes for budget in budgets) - 1
-    limits, depths = upload(np.array([(b.max_nodes - 1, b.max_depth) for b in budgets]).T, candidates.scores.device)
+    limits, depths = upload(np.stack(limits_of(budgets)), candidates.scores.device)
     return select_columns(candidates, limits, depths, max_drafted, target_ids)
 
 
