@@ -32,7 +32,7 @@ class MtpLayout:
     """Names of a module's tensors, below a prefix that all share, such as `model.`. `{n}` is the module's number.
 
     Attributes:
-        layer: prefix of the tensors of its decoder layer.
+        layer: prefix of the tensors of its decoder layer; without `{n}` that of all layers of the only module.
         projection, embedding_norm, hidden_norm: of its inputs.
         final_norms: of the norm before the output head, which has one of these names; the last may be the target's own.
         counts_on: whether modules are numbered on from the target's layers instead of from 0.
@@ -48,12 +48,22 @@ class MtpLayout:
     copies: tuple[str, ...] = ()
 
     @property
+    def is_numbered(self) -> bool:
+        """Return whether a module has one layer, whose number is the module's."""
+        return "{n}" in self.layer
+
+    @property
     def own(self) -> tuple[str, ...]:
         """Return the names that are not of the decoder layer, even if they begin as its names do."""
         return self.projection, self.embedding_norm, self.hidden_norm, *self.final_norms, *self.copies
 
 
 LAYOUTS = (
+    # Nemotron-H, whose module is attention and experts, a layer each
+    MtpLayout(
+        "mtp.layers", "mtp.layers.0.eh_proj", "mtp.layers.0.enorm", "mtp.layers.0.hnorm",
+        tuple(f"mtp.layers.{last}.final_layernorm" for last in (1, 0, 2, 3)),
+    ),
     # DeepSeek-V3, GLM-4.5 to 4.7; Hy-V3, whose final norm has another name
     MtpLayout(
         "layers.{n}", "layers.{n}.eh_proj", "layers.{n}.enorm", "layers.{n}.hnorm",
@@ -90,10 +100,13 @@ class MtpModules:
         return self.prefix + template.format(n=self.first + module)
 
     def layer_tensors(self, names: Collection[str], module: int = 0) -> dict[str, str]:
-        """Return the tensors of a module's decoder layer: their names in the files, by those within the layer."""
+        """Return the tensors of a module's decoder layers: their names in the files, by those within a decoder that has no
+        others, such as `0.mlp.up_proj.weight`.
+        """
         layer = f"{self.name(self.layout.layer, module)}."
         others = tuple(f"{self.name(template, module)}." for template in self.layout.own)
-        return {name.removeprefix(layer): name for name in names if name.startswith(layer) and not name.startswith(others)}
+        own = [name for name in names if name.startswith(layer) and not name.startswith(others)]
+        return {f"{'0.' if self.layout.is_numbered else ''}{name.removeprefix(layer)}": name for name in own}
 
     def owns(self, name: str) -> bool:
         """Return whether a tensor is of one of the modules."""
@@ -118,7 +131,9 @@ def find_modules(names: Collection[str], num_layers: int) -> MtpModules | None:
             continue
         prefix = min(found, key=len)
         count = 1
-        while any(name.startswith(f"{prefix}{layout.layer.format(n=first + count)}.") for name in names):
+        while layout.is_numbered and any(
+            name.startswith(f"{prefix}{layout.layer.format(n=first + count)}.") for name in names
+        ):
             count += 1
         return MtpModules(layout, prefix, first, count)
     return None

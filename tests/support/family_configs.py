@@ -50,6 +50,7 @@ MODULES = {
     "glm_moe_dsa": "model.layers.{L+k}.*",
     "hy_v3": "model.layers.{L+k}.*",
     "mellum": "mtp.layers.{k}.*",
+    "nemotron_h": "mtp.layers.*",
     "qwen3_5_text": "mtp.layers.{k}.*",
     "qwen3_next": "mtp.layers.{k}.*",
 }

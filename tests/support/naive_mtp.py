@@ -30,12 +30,18 @@ class NaiveMtp(NaiveEagle):
         for name, tensor in stored.items():
             number = next((n for n in range(count) if name.startswith(f"{of_module(of.layer, n)}.")), None)
             layer = "" if number is None else f"{of_module(of.layer, number)}."
+            if layer and of.has_layers:
+                depth, rest = name.removeprefix(layer).split(".", 1)
+                own[f"model.layers.{LAYERS + int(depth)}.{rest}"] = tensor
+                continue
             own[name.replace(layer, f"model.layers.{LAYERS + (number or 0)}.") if layer else name] = tensor
         self.model = type(model).from_pretrained(None, config=config, state_dict=own, attn_implementation="eager").eval()
         self.parts = [[stored[of_module(name, number)] for name in of.names] for number in range(count)]
         self.kind = (getattr(config, "layer_types", None) or [None] * (LAYERS + 1))[LAYERS]
         self.window = config.sliding_window if self.kind == "sliding_attention" else None
-        self.eps, self.adds_one = config.rms_norm_eps, of.adds_one
+        self.eps = getattr(config, "rms_norm_eps", None) or config.layer_norm_epsilon
+        self.adds_one = of.adds_one
+        self.has_layers = of.has_layers
         self.output = output
         self.embedding = self.model.get_input_embeddings().weight.detach()
         self.ids = list(range(len(self.embedding)))
@@ -73,11 +79,17 @@ class NaiveMtp(NaiveEagle):
         if self.window is not None:
             seen = seen & (rows[:, None] - rows < self.window)
         mask = torch.zeros(len(rows), len(rows)).masked_fill(~seen, float("-inf"))[None, None]
-        rotary = self.model.model.rotary_emb
-        layer = self.model.model.layers[LAYERS + module]
-        tables = rotary(x[None], rows[None], *([self.kind] if isinstance(rotary.rope_type, dict) else []))
-        found = layer(x[None], attention_mask=mask, position_ids=rows[None], position_embeddings=tables)
-        states = (found if isinstance(found, torch.Tensor) else found[0])[0]
+        layers = (
+            self.model.model.layers[LAYERS + module :] if self.has_layers else [self.model.model.layers[LAYERS + module]]
+        )
+        named = {"attention_mask": mask, "position_ids": rows[None]}
+        if rotary := getattr(self.model.model, "rotary_emb", None):
+            kinds = [self.kind] if isinstance(rotary.rope_type, dict) else []
+            named["position_embeddings"] = rotary(x[None], rows[None], *kinds)
+        states = x
+        for layer in layers if self.has_layers else layers[:1]:
+            found = layer(states[None], **named)
+            states = (found if isinstance(found, torch.Tensor) else found[0])[0]
         return self.norm(states, final) if self.output == "normed" else states
 
     def logits(self, state: torch.Tensor) -> torch.Tensor:

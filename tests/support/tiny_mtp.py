@@ -1,5 +1,6 @@
 """Tiny random targets that bring a module for multi-token prediction along, in the layouts of public checkpoints."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ PARTS = ("projection", "embedding norm", "hidden norm", "final norm")
 DEEPSEEK = tuple(f"model.layers.{LAYERS}.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head.norm"))
 HY = (*DEEPSEEK[:3], f"model.layers.{LAYERS}.final_layernorm.weight")
 BESIDE = tuple(f"mtp.{name}.weight" for name in ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
+NEMOTRON = tuple(f"mtp.layers.{name}.weight" for name in ("0.eh_proj", "0.enorm", "0.hnorm", "1.final_layernorm"))
 ERNIE = (*(f"model.mtp_{name}.0.weight" for name in ("linear_proj", "emb_norm", "hidden_norm")), "model.norm.weight")
 
 
@@ -35,6 +37,11 @@ class MtpFamily:
     whole: dict[str, Any]
     own: dict[str, Any] = field(default_factory=dict)
     adds_one: bool = False
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether its only module is several layers."""
+        return self.layer == "mtp.layers"
 
 
 def _with_layer(kind: str, **lists: str) -> dict[str, Any]:
@@ -69,6 +76,11 @@ FAMILIES: dict[str, MtpFamily] = {
     "ernie4_5_moe": MtpFamily(
         "ernie4_5_moe", "model.mtp_block.0", ERNIE, {**MORE_FAMILIES["ernie4_5_moe"], "use_bias": False},
     ),
+    "nemotron_h": MtpFamily(
+        "nemotron_h", "mtp.layers", NEMOTRON,
+        {**SERVED["nemotron_h"],
+         "layers_block_type": ["linear_attention", "moe", "full_attention", "full_attention", "moe"]},
+    ),
     "qwen3_5_text": MtpFamily(
         "qwen3_5_text", "mtp.layers.0", BESIDE, _with_layer("qwen3_5_text", layer_types="full_attention"), adds_one=True,
     ),
@@ -82,6 +94,19 @@ FAMILIES: dict[str, MtpFamily] = {
 def of_module(name: str, number: int) -> str:
     """The name of a module's tensor, given that of the first module's."""
     return name.replace(f"layers.{LAYERS}", f"layers.{LAYERS + number}").replace("mtp.layers.0", f"mtp.layers.{number}")
+
+
+def is_of_module(name: str, family: MtpFamily, number: int) -> bool:
+    """Whether a tensor of the model with all layers is of a module."""
+    layer = re.match(r"\w+\.layers\.(\d+)\.", name)
+    return layer is not None and (int(layer[1]) == LAYERS + number or (family.has_layers and int(layer[1]) > LAYERS))
+
+
+def stored_name(name: str, family: MtpFamily, number: int) -> str:
+    """The name in the files of a module's tensor."""
+    layer, rest = re.sub(r"^\w+\.layers\.", "", name).split(".", 1)
+    own = f".{int(layer) - LAYERS}" if family.has_layers else ""
+    return f"{of_module(family.layer, number)}{own}.{rest}"
 
 
 def configs(family: MtpFamily, count: int = 1) -> tuple[Any, Any]:
@@ -111,8 +136,7 @@ def write_mtp(
     names = list[str]()
     one = torch.zeros(HIDDEN) if of.adds_one else torch.ones(HIDDEN)
     for number in range(count):
-        layer = f"model.layers.{LAYERS + number}."
-        own = {name: f"{of_module(of.layer, number)}.{name.removeprefix(layer)}" for name in tensors if layer in name}
+        own = {name: stored_name(name, of, number) for name in tensors if is_of_module(name, of, number)}
         tensors = {own.get(name, name): tensor for name, tensor in tensors.items()}
         projection, *norms = (of_module(name, number) for name in of.names)
         tensors[projection] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
@@ -125,7 +149,7 @@ def write_mtp(
     if agrees:
         silent = ("o_proj", "down_proj", "out_proj", "attention.dense")
         tensors |= {name: torch.zeros_like(t) for name, t in tensors.items() if any(part in name for part in silent)}
-        tensors["model.norm.weight"] = one
+        tensors |= {name: one.clone() for name in ("model.norm.weight", "backbone.norm_f.weight") if name in tensors}
     if not modules:
         tensors = {name: t for name, t in tensors.items() if name not in names or name == "model.norm.weight"}
     save_file(tensors, folder / "model.safetensors")

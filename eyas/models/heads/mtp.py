@@ -33,7 +33,7 @@ from eyas.models.checkpoint import (
 )
 from eyas.models.heads.eagle_config import HeadWiring, recorded_wiring
 from eyas.models.heads.layers import frozen, linear, quantise_head
-from eyas.models.hidden_states import FINAL_NORM_OUTPUT
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT, final_norm
 from eyas.models.inputs import PackedInputs
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention
 from eyas.models.layers.indexed import not_of_indexers, without_indexers
@@ -56,8 +56,8 @@ EXPERT_LAYERS: Mapping[str, tuple[Any, Any]] = {
     "mlp_only_layers": ([0], []),
     "decoder_sparse_step": (1, 1),
 }
-# The only layer in the names of the module's model.
-OWN_LAYER = re.compile(r".*\blayers\.0\.")
+# What the names of layers in the module's model begin with.
+OWN_LAYERS = re.compile(r".*\blayers\.(?=0\.)")
 
 
 @dataclass(frozen=True)
@@ -106,16 +106,17 @@ class MtpModule:
     def __init__(self, model: Any, inputs: MtpInputs, number: int) -> None:
         self._inputs = inputs
         self._decoder = model.get_decoder()
-        self.norm = self._decoder.norm
-        self._decoder.norm = nn.Identity()  # the state before it may be the next feature
+        self.norm = final_norm(self._decoder)
+        name = next(name for name, child in self._decoder.named_children() if child is self.norm)
+        setattr(self._decoder, name, nn.Identity())  # the state before it may be the next feature
         for part in self.parts:
             if hasattr(part, "layer_idx"):
                 part.layer_idx = number
 
     @property
     def parts(self) -> list[Any]:
-        """Return the modules of its layer."""
-        return list(self._decoder.layers[0].modules())
+        """Return the modules of its layers."""
+        return [part for layer in self._decoder.layers for part in layer.modules()]
 
     def run(self, features: Tensor, embedded: Tensor, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
         """Run rows of features and embeddings [R, H] to states [R, H] before the final norm."""
@@ -254,12 +255,17 @@ def _load_module(
     """
     own = module_config(config, files.layer, files.number)
     architecture = inspect_architecture(own)
+    if architecture.states:
+        raise CheckpointError(
+            f"{files}: its module for multi-token prediction has recurrent layers, whose states Eyas keeps for targets. "
+            "Set method to none"
+        )
     model = _make_model(own, files, architecture, getattr(torch, dtype))
     if shared is not None:  # before the model moves to the device
         model.set_input_embeddings(shared.model.get_input_embeddings())
         model.set_output_embeddings(shared.model.get_output_embeddings())
     # a part of the model, so that it moves and is packed with it
-    model.mtp_inputs = files.inputs(model.get_decoder().norm, int(own.hidden_size)).to(getattr(torch, dtype))
+    model.mtp_inputs = files.inputs(final_norm(model.get_decoder()), int(own.hidden_size)).to(getattr(torch, dtype))
     return model.to(torch.device(device)), architecture
 
 
@@ -283,10 +289,10 @@ def require_modules(checkpoint: Checkpoint) -> MtpModules:
 
 
 def module_config(config: Any, tensors: Collection[str], number: int = 0) -> Any:
-    """Return the config of a model whose only layer is like the module's; a layer has experts if these tensors have some.
+    """Return the config of a model whose layers are like the module's; a layer has experts if these tensors have some.
 
-    Attention is that of `mtp_layer_types`, where a config has it, else that of the target's last layer, or full attention if
-    that layer is recurrent.
+    Their kinds are those of `mtp_layer_types` or `mtp_layers_block_type`, where a config has one; else that of the target's
+    last layer, or full attention if that layer is recurrent.
     """
     own = copy.deepcopy(config)
     num_layers = int(config.num_hidden_layers)
@@ -298,6 +304,8 @@ def module_config(config: Any, tensors: Collection[str], number: int = 0) -> Any
             setattr(own, key, value[-1:])
     if (types := getattr(config, "mtp_layer_types", None)) and getattr(config, "layer_types", None):
         own.layer_types = [types[min(number, len(types) - 1)]]
+    elif blocks := getattr(config, "mtp_layers_block_type", None):
+        own.layer_types = list(blocks)
     elif RECURRENT_LAYERS & set(getattr(own, "layer_types", None) or ()):
         own.layer_types = ["full_attention"]
     for key, values in EXPERT_LAYERS.items():
@@ -361,14 +369,17 @@ class MtpFiles:
     def __str__(self) -> str:
         return str(self._checkpoint)
 
-    def weights(self, layer: str, has_head: bool) -> dict[str, Tensor]:
-        """Return the tensors of a causal LM whose only layer is the module's. layer: what its tensors begin with.
+    def weights(self, layers: str, architecture: Architecture, has_head: bool) -> dict[str, Tensor]:
+        """Return the tensors of a causal LM whose layers are the module's.
 
-        has_head: whether the output head is not tied to the embedding.
+        Args:
+            layers: what the names of their tensors begin with.
+            has_head: whether the output head is not tied to the embedding.
         """
-        decoder = layer.removesuffix("layers.0.")
-        found = {layer + own: self._stored[name] for own, name in self.layer.items()}
-        found |= {f"{decoder}norm.weight": self.final_norm, f"{decoder}embed_tokens.weight": self._shared(EMBEDDING_NAMES)}
+        found = {layers + own: self._stored[name] for own, name in self.layer.items()}
+        others = {name: shape for name, shape in architecture.tensors.items() if not name.startswith(layers)}
+        for name in others.keys() - {HEAD}:  # a norm is a vector
+            found[name] = self.final_norm if len(others[name]) == 1 else self._shared(EMBEDDING_NAMES)
         return found | ({HEAD: self._shared(LM_HEAD_NAMES)} if has_head else {})
 
     def _shared(self, names: tuple[str, ...]) -> Tensor:
@@ -393,18 +404,20 @@ def _make_model(config: Any, files: MtpFiles, architecture: Architecture, dtype:
     """Return a causal LM of the module's layer. Raises CheckpointError with the names of tensors that do not fit."""
     from transformers import GenerationConfig
 
-    layer = next(match[0] for name in architecture.tensors if (match := OWN_LAYER.match(name)))
+    layers = next(match[0] for name in architecture.tensors if (match := OWN_LAYERS.match(name)))
     no_defaults: Any = GenerationConfig
     what = f"transformers cannot load the module for multi-token prediction of {files}"
     with explained(what), quiet_transformers(), without_indexers():
         model, report = architecture_class(config).from_pretrained(
-            None, config=config, state_dict=files.weights(layer, not config.tie_word_embeddings), dtype=dtype,
-            attn_implementation=ATTENTION_NAME, generation_config=no_defaults(), ignore_mismatched_sizes=True,
+            None, config=config, state_dict=files.weights(layers, architecture, not config.tie_word_embeddings),
+            dtype=dtype, attn_implementation=ATTENTION_NAME, generation_config=no_defaults(), ignore_mismatched_sizes=True,
             output_loading_info=True,
         )  # fmt: skip
-    named = files.modules.name(files.modules.layout.layer, files.number)
+    layout = files.modules.layout
+    named = f"{files.modules.name(layout.layer, files.number)}."
+    layer = f"{layers}0." if layout.is_numbered else layers
     problems = [
-        f"{what} {shortened(sorted(name.replace(layer, f'{named}.') for name in names))}"
+        f"{what} {shortened(sorted(name.replace(layer, named) for name in names))}"
         for what, names in (
             ("missing", report["missing_keys"]),
             ("unexpected", report["unexpected_keys"]),

@@ -134,6 +134,15 @@ def test_weights_of_8_bits_move_states_little(tmp_path: Path) -> None:
     assert 0 < error < 0.1
 
 
+def test_a_module_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
+    folder = write_mtp(tmp_path, "nemotron_h")
+    config = json.loads((tmp_path / "config.json").read_text())
+    blocks = {"mtp_layers_block_type": ["full_attention", "linear_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **blocks}))
+    with pytest.raises(CheckpointError, match="its module for multi-token prediction has recurrent layers"):
+        load_mtp_head(folder, folder)
+
+
 def test_the_page_lists_the_families_that_are_tested() -> None:
     assert set(MODULES) == set(FAMILIES) - {"llama"}
     for family, layer in MODULES.items():
@@ -192,9 +201,9 @@ def test_the_default_is_the_module_of_the_targets_own_files(tmp_path: Path, capl
     assert "drafts come from its own module" in caplog.text
     assert DraftHead("", "", without, has_default=True).method == "none"
     assert "announces 1 modules for multi-token prediction, but its files hold none" in caplog.text
-    edit(without, **{"mtp.layers.0.eh_proj.weight": torch.ones(2)})
+    edit(without, **{"model.mtp.layers.0.input_proj.weight": torch.ones(2)})
     assert DraftHead("", "", without, has_default=True).method == "none"
-    assert "hold them in a layout that Eyas does not know, mtp.layers.0.eh_proj.weight; it is" in caplog.text
+    assert "hold them in a layout that Eyas does not know, model.mtp.layers.0.input_proj.weight; it is" in caplog.text
     assert DraftHead("", named, own, has_default=True).method == "none"
     assert DraftHead("", "", own).method == "none"
     config = json.loads(Path(own, "config.json").read_text())
