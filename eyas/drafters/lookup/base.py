@@ -21,9 +21,9 @@ from typing import Generic
 import numpy as np
 import torch
 
-from eyas.config import DraftingConfig
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import Ints, Reals, upload
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, bans_of, limits_of
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, bans_of, limits_of, within
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.trees.growth import forest_trees
 from eyas.kernels.arguments import MIN_TEMPERATURE
@@ -134,12 +134,47 @@ class Matches:
         tokens: ids from 0 [M, D].
         lengths: how many tokens of a row count, at most D [M].
         weights: of a match in the choice between the children of a node [M].
+        matched: how many of the context's last tokens match [M].
     """
 
     sessions: Ints
     tokens: Ints
     lengths: Ints
     weights: Reals
+    matched: Ints
+
+
+class MatchDrafter(LookupDrafter[MemoryT]):
+    """A drafter that merges what followed a context elsewhere into a tree."""
+
+    def __init__(self, sessions: MemoryLedger[MemoryT], tree: TreeConfig) -> None:
+        super().__init__(sessions)
+        self._tree = tree
+
+    def _grow(
+        self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT], paths: Sequence[Path]
+    ) -> Sequence[DraftTree]:
+        roots = [context.tokens[-1] for context in contexts]
+        budgets = [within(context.budget, self._tree) for context in contexts]
+        depth = max(budget.max_depth for budget in budgets)
+        if depth < 1:
+            return DraftTrees.root_only(roots)
+        matches = only_allowed(self._find(memories, paths, depth), contexts)
+        if not matches.lengths.any():
+            return DraftTrees.root_only(roots)
+        trie = build_trie(matches)
+        steps = self._log_steps(trie, matches, contexts, memories)
+        return trie_trees(trie, trie.along_paths(steps), roots, budgets)
+
+    @abstractmethod
+    def _find(self, memories: Sequence[MemoryT], paths: Sequence[Path], depth: int) -> Matches:
+        """Return the matches of each session's last tokens and its path, with at most `depth` tokens behind each."""
+
+    @abstractmethod
+    def _log_steps(
+        self, trie: Trie, matches: Matches, contexts: Sequence[DraftContext], memories: Sequence[MemoryT]
+    ) -> Reals:
+        """Return the log-score [K] of the step to each node."""
 
 
 def only_allowed(matches: Matches, contexts: Sequence[DraftContext]) -> Matches:
@@ -250,32 +285,31 @@ PRIOR_TRIALS = 4.0
 
 
 class HitRates:
-    """Rates at which the longest match of each length foresaw the next token of a session."""
+    """Rates at which the longest match of each of some lengths foresaw the next token of a session."""
 
     def __init__(self, lengths: range) -> None:
-        self._lengths, self._prior = lengths, PRIOR_TRIALS * np.array([n / (n + 1) for n in lengths])
+        self.lengths, self._prior = lengths, PRIOR_TRIALS * np.array([n / (n + 1) for n in lengths])
         self.trials = np.zeros(len(lengths))
         self.hits = np.zeros(len(lengths))
 
     def count(self, length: int, is_right: bool) -> None:
         """Count the guess of a match of `length` tokens."""
-        self.trials[length - self._lengths.start] += 1
-        self.hits[length - self._lengths.start] += is_right
+        self.trials[length - self.lengths.start] += 1
+        self.hits[length - self.lengths.start] += is_right
 
     def logs(self) -> Reals:
         """Log of the hit rate of each length."""
         return np.log((self.hits + self._prior) / (self.trials + PRIOR_TRIALS))
 
 
-def match_steps(trie: Trie, length_indices: Ints, log_hit_rates: Reals) -> Reals:
+def match_steps(trie: Trie, matches: Matches, rates: Sequence[HitRates]) -> Reals:
     """Return the log-score [K] of the step to each node. Below a match, every right token makes the match longer by one.
 
-    Args:
-        length_indices: of each match's length, 0 for min_ngram [M].
-        log_hit_rates: [S, number of lengths].
+    rates: of each session.
     """
-    lengths = np.minimum(length_indices[trie.matches] + trie.depths, log_hit_rates.shape[1] - 1)
-    steps: Reals = trie.log_shares() + log_hit_rates[trie.sessions, lengths]
+    log_rates, least = np.stack([own.logs() for own in rates]), rates[0].lengths.start
+    lengths = np.minimum(matches.matched[trie.matches] - least + trie.depths, log_rates.shape[1] - 1)
+    steps: Reals = trie.log_shares() + log_rates[trie.sessions, lengths]
     return steps
 
 

@@ -13,12 +13,11 @@ from itertools import chain
 import numpy as np
 
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.device.transfer import Ints
-from eyas.drafters.base import DraftContext, LocalDrafter, Path, within
-from eyas.drafters.lookup.base import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
+from eyas.device.transfer import Ints, Reals
+from eyas.drafters.base import DraftContext, LocalDrafter, Path
+from eyas.drafters.lookup.base import HitRates, MatchDrafter, Matches, Trie, match_steps
 from eyas.drafters.sessions import MemoryLedger
 from eyas.kernels.choice import compiled_or
-from eyas.protocol.tree import DraftTree, DraftTrees
 
 # Weight of a match relative to the next better one.
 MATCH_DECAY = 0.8
@@ -90,7 +89,7 @@ class NgramIndex:
                 return
 
 
-class PromptLookupDrafter(LookupDrafter[NgramIndex]):
+class PromptLookupDrafter(MatchDrafter[NgramIndex]):
     """Matches in the context, the longest first, merged into a tree.
 
     A node's score is the hit rate of matches of its length in this session, times its share among the continuations.
@@ -98,36 +97,26 @@ class PromptLookupDrafter(LookupDrafter[NgramIndex]):
 
     def __init__(self, tree: TreeConfig, config: PromptLookupConfig) -> None:
         new_index = partial(NgramIndex, config.min_ngram, config.max_ngram)
-        super().__init__(MemoryLedger(new_index, config.max_cached_tokens))
-        self._tree = tree
+        super().__init__(MemoryLedger(new_index, config.max_cached_tokens), tree)
         self._config = config
 
-    def _grow(
-        self, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex], paths: Sequence[Path]
-    ) -> Sequence[DraftTree]:
-        roots = [context.tokens[-1] for context in contexts]
-        budgets = [within(context.budget, self._tree) for context in contexts]
-        depth = max(budget.max_depth for budget in budgets)
+    def _find(self, memories: Sequence[NgramIndex], paths: Sequence[Path], depth: int) -> Matches:
         found = [index.occurrences(self._config.max_matches, path) for index, path in zip(memories, paths, strict=True)]
         sessions = np.repeat(np.arange(len(found)), [len(each) for each in found])
-        if not len(sessions) or depth < 1:
-            return DraftTrees.root_only(roots)
         places = np.fromiter(chain.from_iterable(found), np.int64, len(sessions))
+        matched = np.fromiter(chain.from_iterable([each.values() for each in found]), np.int64, len(sessions))
         tokens, lengths = np.empty((len(sessions), depth), np.int64), np.empty(len(sessions), np.int64)
         owners, distinct = np.array([id(index) for index in memories])[sessions], {id(index): index for index in memories}
         for owner, index in distinct.items():
             rows = slice(None) if len(distinct) == 1 else owners == owner
             tokens[rows], lengths[rows] = index.behind(places[rows], depth)
         ranks = np.concatenate([np.arange(len(each)) for each in found])
-        matches = only_allowed(Matches(sessions, tokens, lengths, MATCH_DECAY**ranks), contexts)
-        if not matches.lengths.any():
-            return DraftTrees.root_only(roots)
-        length_indices = np.array([length - self._config.min_ngram for each in found for length in each.values()])
-        rates = {owner: index.rates.logs() for owner, index in distinct.items()}
-        log_rates = np.stack([rates[id(index)] for index in memories])
-        trie = build_trie(matches)
-        steps = match_steps(trie, length_indices, log_rates)
-        return trie_trees(trie, trie.along_paths(steps), roots, budgets)
+        return Matches(sessions, tokens, lengths, MATCH_DECAY**ranks, matched)
+
+    def _log_steps(
+        self, trie: Trie, matches: Matches, contexts: Sequence[DraftContext], memories: Sequence[NgramIndex]
+    ) -> Reals:
+        return match_steps(trie, matches, [index.rates for index in memories])
 
 
 def prompt_lookup(tree: TreeConfig, config: PromptLookupConfig) -> LocalDrafter:

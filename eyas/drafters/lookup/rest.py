@@ -14,22 +14,13 @@ import numpy as np
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.config.file_values import get_setting
 from eyas.device.transfer import Ints, Reals
-from eyas.drafters.base import DraftContext, within
+from eyas.drafters.base import DraftContext
 from eyas.drafters.base import Path as TokenPath
-from eyas.drafters.lookup.base import (
-    LookupDrafter,
-    Matches,
-    Trie,
-    build_trie,
-    only_allowed,
-    perturbed_log_shares,
-    trie_trees,
-)
+from eyas.drafters.lookup.base import MatchDrafter, Matches, Trie, perturbed_log_shares
 from eyas.drafters.lookup.datastore import Datastore, Ranges, open_datastore, vocabulary_digest
 from eyas.drafters.sessions import MemoryLedger
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import Checkpoint
-from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.text.tokenizer import load_tokenizer
 
 # Weight of a match that is shorter than the longest, relative to the next longer length.
@@ -58,35 +49,21 @@ class _ContextEnd:
         return tokens[-self._max_ngram :]
 
 
-class RestDrafter(LookupDrafter[_ContextEnd]):
+class RestDrafter(MatchDrafter[_ContextEnd]):
     """Matches in the corpus, the longest first, merged into a tree. A node's score is its frequency among them."""
 
     def __init__(self, store: Datastore, tree: TreeConfig, config: RestConfig, drafting: DraftingConfig) -> None:
-        super().__init__(MemoryLedger(partial(_ContextEnd, store, config.max_ngram), config.max_sessions))
+        super().__init__(MemoryLedger(partial(_ContextEnd, store, config.max_ngram), config.max_sessions), tree)
         self._store = store
-        self._tree = tree
         self._config = config
         self._drafting = drafting
 
-    def _grow(
-        self, contexts: Sequence[DraftContext], memories: Sequence[_ContextEnd], paths: Sequence[TokenPath]
-    ) -> Sequence[DraftTree]:
-        roots = [context.tokens[-1] for context in contexts]
-        budgets = [within(context.budget, self._tree) for context in contexts]
-        depth = max(budget.max_depth for budget in budgets)
-        ends = [end.with_path(path) for end, path in zip(memories, paths, strict=True)]
-        matches = only_allowed(self._search(ends, depth), contexts)
-        if not matches.lengths.any():
-            return DraftTrees.root_only(roots)
-        trie = build_trie(matches)
-        steps = _log_steps(trie, perturbed_log_shares(trie, contexts, self._drafting))
-        return trie_trees(trie, trie.along_paths(steps), roots, budgets)
-
-    def _search(self, ends: Sequence[Sequence[int]], depth: int) -> Matches:
-        """Search all lengths of all sessions' ends at once; `depth` tokens behind each match.
+    def _find(self, memories: Sequence[_ContextEnd], paths: Sequence[TokenPath], depth: int) -> Matches:
+        """Search all lengths of all sessions' ends at once.
 
         Takes at most `max_matches` of each session, evenly spaced among the suffixes that match.
         """
+        ends = [end.with_path(path) for end, path in zip(memories, paths, strict=True)]
         max_ngram = self._config.max_ngram
         wanted_K = np.arange(max_ngram, self._config.min_ngram - 1, -1)
         known_S = np.array([len(end) for end in ends])
@@ -112,14 +89,17 @@ class RestDrafter(LookupDrafter[_ContextEnd]):
         num_longer = ((counts_SK > 0).cumsum(1) - 1).reshape(-1)[cells]
         tokens = self._store.continuations(numbers, wanted_K[cells % len(wanted_K)], depth)
         lengths = (tokens != self._store.vocab_size).sum(1)
-        return Matches(cells // len(wanted_K), tokens, lengths, MATCH_DECAY ** num_longer.astype(np.float64))
+        matched = wanted_K[cells % len(wanted_K)]
+        return Matches(cells // len(wanted_K), tokens, lengths, MATCH_DECAY ** num_longer.astype(np.float64), matched)
 
-
-def _log_steps(trie: Trie, log_shares: Reals) -> Reals:
-    """Return the log-score [K] of the step to each node: sharpened shares, discounted where few matches disagree much."""
-    distinct, evidence = trie.family_sums(np.ones(len(trie.tokens))), trie.family_sums(trie.weights)
-    steps: Reals = FREQUENCY_POWER * log_shares + np.log(evidence / (evidence + distinct))
-    return steps
+    def _log_steps(
+        self, trie: Trie, matches: Matches, contexts: Sequence[DraftContext], memories: Sequence[_ContextEnd]
+    ) -> Reals:
+        """Sharpen shares, and discount them where few matches disagree much."""
+        distinct, evidence = trie.family_sums(np.ones(len(trie.tokens))), trie.family_sums(trie.weights)
+        shares = perturbed_log_shares(trie, contexts, self._drafting)
+        steps: Reals = FREQUENCY_POWER * shares + np.log(evidence / (evidence + distinct))
+        return steps
 
 
 def load_rest(

@@ -18,10 +18,10 @@ from itertools import islice
 import numpy as np
 
 from eyas.config import SuffixConfig, TreeConfig
-from eyas.drafters.base import DraftContext, Path, within
-from eyas.drafters.lookup.base import HitRates, LookupDrafter, Matches, build_trie, match_steps, only_allowed, trie_trees
+from eyas.device.transfer import Reals
+from eyas.drafters.base import DraftContext, Path
+from eyas.drafters.lookup.base import HitRates, MatchDrafter, Matches, Trie, match_steps
 from eyas.drafters.sessions import MemoryLedger
-from eyas.protocol.tree import DraftTree, DraftTrees
 
 # Weight of a match relative to those with the next longer match.
 MATCH_DECAY = 0.5
@@ -142,39 +142,30 @@ class SuffixSession:
         self._guess = length, token
 
 
-class SuffixDrafter(LookupDrafter[SuffixSession]):
+class SuffixDrafter(MatchDrafter[SuffixSession]):
     """Matches in the session's text and in its tenant's outputs, the longest first, merged into a tree.
 
     A node's score is the hit rate of matches of its length in this session, times its share among the continuations.
     """
 
     def __init__(self, tree: TreeConfig, config: SuffixConfig) -> None:
-        super().__init__(MemoryLedger(partial(SuffixSession, config), config.max_cached_tokens, self._keep_output))
-        self._tree, self._config = tree, config
+        super().__init__(MemoryLedger(partial(SuffixSession, config), config.max_cached_tokens, self._keep_output), tree)
+        self._config = config
         self.outputs = TenantOutputs(config.min_ngram, config.max_output_tokens)
 
-    def _grow(
-        self, contexts: Sequence[DraftContext], memories: Sequence[SuffixSession], paths: Sequence[Path]
-    ) -> Sequence[DraftTree]:
-        roots = [context.tokens[-1] for context in contexts]
-        budgets = [within(context.budget, self._tree) for context in contexts]
-        depth = max(budget.max_depth for budget in budgets)
+    def _find(self, memories: Sequence[SuffixSession], paths: Sequence[Path], depth: int) -> Matches:
         ends = zip(memories, paths, strict=True)
         found = [(row, *match) for row, end in enumerate(ends) for match in self._matches(*end, depth)]
-        if not found:
-            return DraftTrees.root_only(roots)
-        sessions, lengths = np.array([(row, length) for row, length, _, _ in found]).T
+        sessions, matched, ranks = np.array([match[:3] for match in found], np.int64).reshape(-1, 3).T
+        counts = np.array([len(following) for *_, following in found], np.int64)
         tokens = np.zeros((len(found), depth), np.int64)
-        counts = np.array([len(continuation) for *_, continuation in found])
-        tokens[np.arange(depth) < counts[:, None]] = np.concatenate([continuation for *_, continuation in found])
-        weights = np.array([MATCH_DECAY**rank for _, _, rank, _ in found])
-        matches = only_allowed(Matches(sessions, tokens, counts, weights), contexts)
-        if not matches.lengths.any():
-            return DraftTrees.root_only(roots)
-        trie = build_trie(matches)
-        rates = np.stack([memory.rates.logs() for memory in memories])
-        steps = match_steps(trie, lengths - self._config.min_ngram, rates)
-        return trie_trees(trie, trie.along_paths(steps), roots, budgets)
+        tokens[np.arange(depth) < counts[:, None]] = [token for *_, following in found for token in following]
+        return Matches(sessions, tokens, counts, MATCH_DECAY ** ranks.astype(np.float64), matched)
+
+    def _log_steps(
+        self, trie: Trie, matches: Matches, contexts: Sequence[DraftContext], memories: Sequence[SuffixSession]
+    ) -> Reals:
+        return match_steps(trie, matches, [memory.rates for memory in memories])
 
     def _keep_output(self, memory: SuffixSession) -> None:
         """Keep a session's output for those that come later. One that begins again is sent all of its tokens; those that it

@@ -27,7 +27,7 @@ def matches_of(found: list[tuple[int, list[int]]]) -> Matches:
     found = sorted(found, key=lambda pair: pair[0])
     tokens = np.array([[*row, 9, 9, 9, 9][:4] for _, row in found])
     lengths = np.array([len(row) for _, row in found])
-    return Matches(np.array([session for session, _ in found]), tokens, lengths, 0.5 ** np.arange(len(found)))
+    return Matches(np.array([session for session, _ in found]), tokens, lengths, 0.5 ** np.arange(len(found)), lengths)
 
 
 def naive_nodes(matches: Matches) -> list[dict[Path, Node]]:
