@@ -239,7 +239,10 @@ def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_ro
     reals[[0, 3]] = 0.0
     for row, context in enumerate(contexts):
         key = context.noise
-        reals[1, row] = config.ranking_temperature or _default_ranking_temperature(config, key.temperature)
+        default = RANKING_TEMPERATURE if key.temperature <= HIGH_TEMPERATURE else HIGH_RANKING_TEMPERATURE
+        if key.temperature > 0 and not config.shared_noise:  # the drafter cannot know what is drawn
+            default = 1.0
+        reals[1, row] = config.ranking_temperature or default
         if config.shared_noise and key.temperature > 0:
             ints[:, row] = key.seed, context.committed_length, 1, key.top_k
             reals[[0, 2, 3], row] = key.temperature, key.top_p, key.min_p
@@ -281,10 +284,3 @@ def filtered_probs_of(filtered: Sequence[int] | Ints, num_sessions: int, device:
         return filtered_probs(logits, filters, rows.flatten())
 
     return probs
-
-
-def _default_ranking_temperature(config: DraftingConfig, temperature: float) -> float:
-    """Return the ranking temperature of a request; 1 where the drafter cannot know what is drawn."""
-    if not config.shared_noise and temperature > 0:
-        return 1.0
-    return RANKING_TEMPERATURE if temperature <= HIGH_TEMPERATURE else HIGH_RANKING_TEMPERATURE
