@@ -240,12 +240,10 @@ class PackedInputs:
 
 def pack(segments: Sequence[Segment], device: torch.device) -> PackedInputs:
     """Pack segments for the plain attention and for kernels of the CPU."""
-    counts = np.array([len(s.tokens) for s in segments], np.int64)
-    firsts = (counts.cumsum() - counts).tolist()
-    rows = [np.concatenate([getattr(s, name) for s in segments]) for name in ("tokens", "positions", "slots")]
-    tokens, positions, slots = upload(np.stack(rows).astype(np.int64, copy=False), device)
-    wanted = np.concatenate([s.logits_indices + first for s, first in zip(segments, firsts, strict=True)])
-    return PackedInputs(tokens, positions, slots, upload(wanted.astype(np.int64), device), segments=tuple(segments))
+    rows = SegmentRows.of(segments)
+    tokens, positions, slots = upload(np.stack(rows[:3]).astype(np.int64, copy=False), device)
+    wanted = upload(rows.logits_indices.astype(np.int64, copy=False), device)
+    return PackedInputs(tokens, positions, slots, wanted, segments=tuple(segments))
 
 
 class PaddedGroup:
