@@ -193,7 +193,7 @@ class Scheduler:
 
         Inside a prompt that is a lone root. The last token that a sequence may emit is no drafted one.
 
-        sizes: most nodes and levels by request id; those of a root for the others.
+        sizes: most nodes and levels by request id; a lone root for the others.
         """
         budgets, most_levels = list[TreeBudget](), self._tree.num_steps
         made = dict[tuple[int, int], TreeBudget]()  # most sequences share one

@@ -197,7 +197,7 @@ class PackedInputs:
 
     @cached_property
     def groups(self) -> tuple[PaddedGroup, ...]:
-        """The segments as the plain attention reads them: those of similar row count and prefix length share a padded group.
+        """The segments as the plain attention reads them. Similar row counts and prefix lengths share a padded group.
 
         A long segment therefore does not enlarge the short ones; the number of groups grows with the logarithm of lengths.
         """

@@ -285,7 +285,7 @@ PRIOR_TRIALS = 4.0
 
 
 class HitRates:
-    """Rates at which the longest match of each of some lengths foresaw the next token of a session."""
+    """Rates at which the longest match foresaw the next token of a session, one for each of `lengths`."""
 
     def __init__(self, lengths: range) -> None:
         self.lengths, self._prior = lengths, PRIOR_TRIALS * np.array([n / (n + 1) for n in lengths])
