@@ -50,7 +50,7 @@ from eyas.errors import EyasError
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.loading import load_target
 from eyas.progress import Progress, progress
-from eyas.protocol.commit import BOOKKEEPING, Commit, NoiseKey, TreeBudget
+from eyas.protocol.commit import NO_TREE, Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree, PreparedTree
 
 T = TypeVar("T")
@@ -112,7 +112,7 @@ class VirtualDraftService:
                 self._num_missed[c.session] = missed = 0 if waits else (missed + 1) % MAX_UNPREPARED
                 if missed:
                     local[c.session] = DraftTree.root_only(c.tokens[-1])
-                    sent[i] = c._replace(has_tree=True, budget=BOOKKEEPING)
+                    sent[i] = c._replace(has_tree=True, budget=NO_TREE)
         self._own.now = max(self._own.now, arrival)
         answers = self._drafter.propose(sent)
         is_awaited = any(context.budget.wants_tree and not context.has_tree for context in sent)

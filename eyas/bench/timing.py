@@ -31,7 +31,7 @@ from eyas.models.checkpoint import resolve
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.target import TargetModel
 from eyas.progress import Progress
-from eyas.protocol.commit import BOOKKEEPING, Commit, NoiseKey, TreeBudget
+from eyas.protocol.commit import NO_TREE, Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.verify import tokens_of
 
@@ -286,7 +286,7 @@ def time_draft_rounds(drafter: Drafter, width: int, tree: TreeConfig, target: Ta
     """Time draft calls for `batch` sessions that commit a few tokens each. width: size of the fused features."""
     num_calls = NUM_WARM_UPS + NUM_REPEATS
     cached = min(CACHED_TOKENS, target.max_model_len - (num_calls + 1) * NEW_TOKENS - tree.num_steps)
-    commits = [(0, cached, BOOKKEEPING)]
+    commits = [(0, cached, NO_TREE)]
     commits += [
         (cached + i * NEW_TOKENS, NEW_TOKENS, TreeBudget(tree.num_draft_tokens, tree.num_steps)) for i in range(num_calls)
     ]

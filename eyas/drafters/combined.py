@@ -32,7 +32,7 @@ from eyas.drafters.lookup.base import attached, best_leaves, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.drafters.trees.cpu_growth import trees_of_cells
 from eyas.kernels.choice import tree_kernels
-from eyas.protocol.commit import BOOKKEEPING, ResyncRequired, TreeBudget
+from eyas.protocol.commit import NO_TREE, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees, PreparedTree
 
 # Tokens that a tree below a leaf must claim to yield, if the target reaches it, to be sent before the commit.
@@ -102,7 +102,7 @@ class _CombinedSession(Session):
         Samples are those at the side's nodes, if the last merged tree was verified and the side's tree is part of it.
         """
         context, length, features = self.context, self.lengths[side], None
-        budget = BOOKKEEPING if context.has_tree and not takes_prepared else context.budget
+        budget = NO_TREE if context.has_tree and not takes_prepared else context.budget
         samples: tuple[int, ...] = ()
         if needs.features and context.features is not None:
             features = context.features[max(length - 1, 0) - max(context.start_position - 1, 0) :]

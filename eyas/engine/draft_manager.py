@@ -21,12 +21,12 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
 from eyas.kernels.noise import draft_seed
-from eyas.protocol.commit import BOOKKEEPING, Commit, KnownLogitBias, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.commit import NO_TREE, Commit, KnownLogitBias, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import TreeLimits, are_valid_trees
 
 # What contexts are copied from.
-NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), BOOKKEEPING)
+NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), NO_TREE)
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -17,12 +17,11 @@ from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots
 from eyas.cache.states import StateRows, StateStep
 from eyas.config import EngineConfig, TreeConfig
-from eyas.engine.budget.base import NO_TREE, TreeSize
 from eyas.engine.recurrent_states import SequenceStates
 from eyas.engine.sequence import Chunks, DraftReply, Emitted, QueueKey, ScheduledSequence, Sequence
 from eyas.engine.waiting_queue import OUTPUT_COST, PROMPT_COST, WaitingQueue, by_key
 from eyas.errors import InvalidRequest, Overloaded
-from eyas.protocol.commit import TreeBudget
+from eyas.protocol.commit import NO_TREE, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees, Ints
 from eyas.sampling.acceptance import StepOutputs
 
@@ -188,7 +187,7 @@ class Scheduler:
                 emitted.append(Emitted(number, *self._append(sequence, own), *given))
         return Chunks(failed, batch, outputs, emitted)
 
-    def tree_budgets(self, sequences: Seq[Sequence], sizes: Mapping[str, TreeSize]) -> list[TreeBudget]:
+    def tree_budgets(self, sequences: Seq[Sequence], sizes: Mapping[str, TreeBudget]) -> list[TreeBudget]:
         """Return the largest tree that each sequence can use in the next step.
 
         Inside a prompt that is a lone root. The last token that a sequence may emit is no drafted one.

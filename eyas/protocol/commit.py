@@ -30,7 +30,9 @@ class NoiseKey:
 class TreeBudget(NamedTuple):
     """The largest tree that the verifier accepts.
 
-    max_nodes: counts the root; 1 requests no tree.
+    Attributes:
+        max_nodes: most nodes, the root included; 1 requests no tree.
+        max_depth: most levels below the root.
     """
 
     max_nodes: int
@@ -42,7 +44,7 @@ class TreeBudget(NamedTuple):
 
 
 # Of commits that want no tree.
-BOOKKEEPING = TreeBudget(1, 0)
+NO_TREE = TreeBudget(1, 0)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from eyas.device.transfer import tensor_to_bytes, to_host
 from eyas.drafters.base import DraftContext
-from eyas.protocol.commit import BOOKKEEPING, Commit, TensorBytes
+from eyas.protocol.commit import NO_TREE, Commit, TensorBytes
 
 
 def split_commits(contexts: Sequence[DraftContext], max_tokens: int) -> list[list[Commit[TensorBytes]]]:
@@ -60,7 +60,7 @@ def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]
             tokens=tokens,
             features=features,
             noise=context.noise,
-            budget=context.budget if is_last else BOOKKEEPING,
+            budget=context.budget if is_last else NO_TREE,
             samples=context.samples if is_last else (),
             proposal=context.proposal,
             traceparent=context.traceparent if is_last else "",

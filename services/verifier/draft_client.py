@@ -21,7 +21,7 @@ import grpc
 from eyas.config import DraftClientConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, Pending, PreparedTrees
 from eyas.errors import ConfigError, InvalidTree
-from eyas.protocol.commit import BOOKKEEPING, Proposal, RefusalReason, ResyncRequired
+from eyas.protocol.commit import NO_TREE, Proposal, RefusalReason, ResyncRequired
 from eyas.protocol.tree import DraftTree, PreparedTree
 from eyas.rpc import convert
 from eyas.rpc.channel import Peers
@@ -224,7 +224,7 @@ class RemoteDrafter:
                 self._num_missed[session] = 0 if waits else (self._num_missed[session] + 1) % MAX_UNPREPARED
                 if self._num_missed[session]:
                     pending.drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
-                    sent[i] = contexts[i]._replace(has_tree=True, budget=BOOKKEEPING)
+                    sent[i] = contexts[i]._replace(has_tree=True, budget=NO_TREE)
         return sent
 
     def collect(self, pending: PendingDrafts, deadline: float | None = None) -> list[Draft]:

@@ -27,7 +27,7 @@ from eyas.drafters.base import (
 )
 from eyas.drafters.eagle import EagleDrafter
 from eyas.errors import ConfigError
-from eyas.protocol.commit import BOOKKEEPING
+from eyas.protocol.commit import NO_TREE
 from eyas.protocol.tree import DraftTree, PreparedTree
 
 
@@ -96,7 +96,7 @@ class DraftAheadDrafter(LocalDrafter):
         if self._is_ahead:
             return self._propose_ahead(contexts, began)
         whole = [self._with_backlog(context) for context in contexts]
-        whole = [c._replace(budget=BOOKKEEPING) if c.has_tree else c for c in whole]
+        whole = [c._replace(budget=NO_TREE) if c.has_tree else c for c in whole]
         drafts = self.drafter.propose(whole)
         self._drop_evicted()
         self._note(contexts, drafts, began)
@@ -128,7 +128,7 @@ class DraftAheadDrafter(LocalDrafter):
         missing = [i for i, draft in enumerate(drafts) if draft is None]
         paths = {i: self._path(contexts[i]) for i in missing}
         whole = {i: self._with_backlog(contexts[i]) for i in missing}
-        whole |= {i: whole[i]._replace(budget=BOOKKEEPING) for i in missing if contexts[i].has_tree}
+        whole |= {i: whole[i]._replace(budget=NO_TREE) for i in missing if contexts[i].has_tree}
         sampled = [i for i in missing if contexts[i].proposal == "sampled"]
         others = [i for i in missing if contexts[i].proposal != "sampled"]
         made = self.ahead.draft([whole[i] for i in others], [paths[i] for i in others]) if others else []
@@ -252,7 +252,7 @@ class DraftAheadDrafter(LocalDrafter):
         keys, self._due = [key for key in self._due if key in self.sessions], {}
         behind = [key for key in keys if self.sessions[key].backlog]
         if behind:
-            commits = [_joined(self.sessions[key].backlog)._replace(budget=BOOKKEEPING) for key in behind]
+            commits = [_joined(self.sessions[key].backlog)._replace(budget=NO_TREE) for key in behind]
             answers = self.ahead.commit(commits, [self.sessions[key].path for key in behind])
             for key, answer in zip(behind, answers, strict=True):
                 if isinstance(answer, DraftTree):

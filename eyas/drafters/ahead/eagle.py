@@ -16,7 +16,7 @@ from eyas.drafters.base import Draft, DraftContext, Path, within, without_banned
 from eyas.drafters.sessions import num_features
 from eyas.drafters.trees.rows import FoundRows, GrownRows
 from eyas.kernels.choice import tree_kernels
-from eyas.protocol.commit import BOOKKEEPING, TreeBudget
+from eyas.protocol.commit import NO_TREE, TreeBudget
 from eyas.protocol.tree import DraftTree, PreparedTree
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class AheadTrees:
                 tree.move_root(root)
             else:
                 self.release([context.session])
-        drafts = self._drafter.propose([context._replace(budget=BOOKKEEPING) for context in contexts])
+        drafts = self._drafter.propose([context._replace(budget=NO_TREE) for context in contexts])
         can_grow = [
             i for i, c in enumerate(contexts) if isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
         ]

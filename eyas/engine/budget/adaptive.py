@@ -16,9 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from eyas.config import TreeConfig
-from eyas.engine.budget.base import DECODE_ONLY, NO_TREE, NextStep, StepTimes, TreeSize
+from eyas.engine.budget.base import DECODE_ONLY, NextStep, StepTimes
 from eyas.engine.budget.costs import CostModel, DraftCosts, HostCosts, RecentTrees, SurvivalModel
 from eyas.engine.sequence import ScheduledSequence
+from eyas.protocol.commit import NO_TREE, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.acceptance import StepOutputs
 
@@ -34,7 +35,7 @@ class Choice(NamedTuple):
         seconds, plain_s: with trees and without.
     """
 
-    size: TreeSize = NO_TREE
+    size: TreeBudget = NO_TREE
     rate: float = 0.0
     gain: float = 0.0
     seconds: float = 0.0
@@ -77,7 +78,7 @@ class AdaptiveDraftBudget:
         self._tree, self._verify, self._draft, self._is_apart = tree, verify, draft, is_apart
         self._survival, self._recent, self._choice = SurvivalModel(), RecentTrees(), Choice()
         self._context_token_s, self._host = context_token_s, HostCosts()
-        self._step, self._most, self._sizes = DECODE_ONLY, 1, dict[str, TreeSize]()
+        self._step, self._most, self._sizes = DECODE_ONLY, 1, dict[str, TreeBudget]()
         self._full = NO_TREE  # the largest size
         self._num_steps = self._num_drafted = self._age = 0
         self._rows = (0, 0)  # of the last choice
@@ -93,17 +94,19 @@ class AdaptiveDraftBudget:
     def takes_prompts(self) -> bool:
         return self.is_on
 
-    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
+    def choose(
+        self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
+    ) -> dict[str, TreeBudget]:
         self._step, self._most, before = step, min(most, self._tree.num_draft_tokens), self._sizes
-        self._full = TreeSize(self._most, min(self._tree.num_steps, self._most - 1))
+        self._full = TreeBudget(self._most, min(self._tree.num_steps, self._most - 1))
         self._num_others = num_plain + step.num_prefilling
         sizes = self._chosen(decoding, num_plain) if decoding and self._most > 1 else {}
-        self._is_usual = sum([not before.get(name, NO_TREE).depth for name in sizes]) <= self.MAX_LATE * len(sizes)
+        self._is_usual = sum([not before.get(name, NO_TREE).max_depth for name in sizes]) <= self.MAX_LATE * len(sizes)
         self._sizes = dict.fromkeys(decoding, NO_TREE) | sizes
-        self.num_nodes = max((size.nodes for size in sizes.values()), default=1)
+        self.num_nodes = max((size.max_nodes for size in sizes.values()), default=1)
         return self._sizes
 
-    def _chosen(self, decoding: Seq[str], num_plain: int) -> dict[str, TreeSize]:
+    def _chosen(self, decoding: Seq[str], num_plain: int) -> dict[str, TreeBudget]:
         """Return the sizes of the sequences that draft."""
         count, load = len(decoding), len(decoding) + self._num_others
         if not self.is_on and self._load and not 2 / 3 < load / self._load < 1.5:
@@ -112,13 +115,13 @@ class AdaptiveDraftBudget:
             return {}
         self._has_tried = False
         choice = self._choice = self._best(count, num_plain)
-        if not self.is_on and choice.size.depth:
+        if not self.is_on and choice.size.max_depth:
             self._start(count)
-        elif self.is_on and not choice.size.depth and not self._step.num_prompt_rows:
+        elif self.is_on and not choice.size.max_depth and not self._step.num_prompt_rows:
             self._stop(count, 0.0)
         if self._pause:
             return {}
-        sizes = dict.fromkeys(decoding, choice.size) if choice.size.depth else {}
+        sizes = dict.fromkeys(decoding, choice.size) if choice.size.max_depth else {}
         interval = self.EXPLORE_STEPS if self._recent.known_size >= self._most else self.UNKNOWN_STEPS
         if not self.is_on or (sizes and choice.size != self._full and self._num_drafted % interval == 0):
             sizes |= dict.fromkeys(self._few(decoding), self._full)
@@ -137,7 +140,7 @@ class AdaptiveDraftBudget:
         self._rows, self._age = (num_rows, all_rows), 0
         plain_s = self._step_s(num_rows)
         plain = Choice(rate=num_rows / plain_s, plain_s=plain_s)
-        sizes = [TreeSize(n, d) for d in _steps(1, self._tree.num_steps) for n in _steps(2, known) if d < n]
+        sizes = [TreeBudget(n, d) for d in _steps(1, self._tree.num_steps) for n in _steps(2, known) if d < n]
         if not sizes or (yields := self._recent.yields(self._survival, known, sizes, self._prunes)) is None:
             return plain
         rows, accepted = count * yields[0], count * yields[1]  # [sizes, numbers of verified nodes]
@@ -191,7 +194,7 @@ class AdaptiveDraftBudget:
 
     def observe(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, times: StepTimes) -> None:
         self._num_steps += 1
-        requested = [size for size in self._sizes.values() if size.depth] if self.num_nodes > 1 else []
+        requested = [size for size in self._sizes.values() if size.max_depth] if self.num_nodes > 1 else []
         if not requested:
             self._pause = max(self._pause - 1, 0)
             if self._num_steps > self.NUM_FIRST and self._num_steps % self.PLAIN_STEPS:
@@ -220,13 +223,13 @@ class AdaptiveDraftBudget:
         for scheduled, start, end in zip(batch, [0, *ends[:-1]], ends, strict=True):
             tree, request = scheduled.tree, scheduled.sequence.request
             size = self._sizes.get(request.id, NO_TREE)
-            if tree is None or start == end or not size.depth:
+            if tree is None or start == end or not size.max_depth:
                 continue
             trees.append(tree)
             paths.append(nodes[start:end])
             whole = drafted.get(id(tree), tree if tree.sampled or not drafted else None)
             most_levels = len(scheduled.sequence.slots) - scheduled.first - 2  # as the last of the tokens is no drafted one
-            if size == self._full and whole and most_levels >= size.depth:
+            if size == self._full and whole and most_levels >= size.max_depth:
                 self._recent.observe(whole, min(request.num_draft_tokens or self._most, self._most))
         self._num_drafted += 1
         self._prunes = bool(drafted) or not [tree for tree in trees if tree.num_drafted]

@@ -1,4 +1,4 @@
-"""Defines the `DraftBudget` protocol, sizes of draft trees and `FixedDraftBudget`."""
+"""Defines the `DraftBudget` protocol and `FixedDraftBudget`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,9 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol
 
 from eyas.engine.sequence import ScheduledSequence
+from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import StepOutputs
-
-
-class TreeSize(NamedTuple):
-    """Most nodes of a tree, the root included, and its most levels below the root."""
-
-    nodes: int
-    depth: int
-
-
-NO_TREE = TreeSize(1, 0)
 
 
 class StepTimes(NamedTuple):
@@ -65,7 +56,9 @@ class DraftBudget(Protocol):
         """Return whether prompts are worth sending to a drafter, as trees may follow soon."""
         ...
 
-    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
+    def choose(
+        self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
+    ) -> dict[str, TreeBudget]:
         """Return the largest next tree of each request, of at most `most` nodes.
 
         Args:
@@ -89,9 +82,11 @@ class FixedDraftBudget:
 
     num_nodes, takes_prompts = 1, True
 
-    def choose(self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY) -> dict[str, TreeSize]:
+    def choose(
+        self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
+    ) -> dict[str, TreeBudget]:
         self.num_nodes = most
-        return dict.fromkeys(decoding, TreeSize(most, most))
+        return dict.fromkeys(decoding, TreeBudget(most, most))
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
         return list(trees)

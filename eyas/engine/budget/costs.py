@@ -12,7 +12,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from eyas.engine.budget.base import TreeSize
+from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 
 Floats = npt.NDArray[np.float64]
@@ -87,16 +87,16 @@ class DraftCosts:
         means = np.interp(np.asarray(depths), known, [self._means[depth] for depth in known])
         return np.asarray(means * self._expected(num_trees, nodes, depths))
 
-    def observe(self, num_trees: int, size: TreeSize, seconds: float) -> None:
+    def observe(self, num_trees: int, size: TreeBudget, seconds: float) -> None:
         """Learn how long a step has waited for trees of one size."""
-        ratio, is_new = seconds / float(self._expected(num_trees, *size)), size.depth not in self._means
+        ratio, is_new = seconds / float(self._expected(num_trees, *size)), size.max_depth not in self._means
         mean = float(self.at(num_trees, *size) / self._expected(num_trees, *size)) or ratio
         if self._num_first:
             self._num_first -= 1
-            self._means[size.depth] = ratio if is_new else min(mean, ratio)
+            self._means[size.max_depth] = ratio if is_new else min(mean, ratio)
         else:
             rate = 1.0 if is_new and not self._first else self.RATE
-            self._means[size.depth] = mean + rate * (min(ratio, CostModel.MAX_SURPRISE * mean) - mean)
+            self._means[size.max_depth] = mean + rate * (min(ratio, CostModel.MAX_SURPRISE * mean) - mean)
 
     def _expected(self, num_trees: int, nodes: npt.ArrayLike, depths: npt.ArrayLike) -> Floats:
         further = np.asarray(depths, dtype=np.float64) - 1
@@ -212,7 +212,7 @@ class RecentTrees:
         sizes = sorted((nodes for _, nodes in self._trees), reverse=True)
         self.known_size = sizes[min(len(sizes), self.MIN_TREES) - 1]
 
-    def yields(self, survival: SurvivalModel, most: int, sizes: Seq[TreeSize], cuts: bool) -> tuple[Floats, Floats] | None:
+    def yields(self, survival: SurvivalModel, most: int, sizes: Seq[TreeBudget], cuts: bool) -> tuple[Floats, Floats] | None:
         """Return how many drafted nodes of a tree are verified, and how many of these are accepted, [sizes, cuts].
 
         Of trees of a size, those nodes are verified that are likelier than one of NUM_CUTS bounds; all without `cuts`.

@@ -29,7 +29,7 @@ from eyas.emulation.device import EmulatedDevice, VirtualClock
 from eyas.kernels.choice import tree_kernels
 from eyas.kernels.plain import trees as plain_trees
 from eyas.models.checkpoint import Checkpoint
-from eyas.protocol.commit import BOOKKEEPING
+from eyas.protocol.commit import NO_TREE
 from eyas.protocol.tree import DraftTree
 from tests.drafters.ahead.test_draft_ahead import (
     AHEAD,
@@ -309,7 +309,7 @@ def test_a_miss_that_is_not_waited_for_joins_the_next_pass(
     drafter, first = growing(tiny_target, tiny_head), session("a", 9)
     missed = going_on(first, [47])
     monkeypatch.setattr(drafter.drafter, "_admit", None)
-    (answer,) = drafter.propose([missed._replace(has_tree=True, budget=BOOKKEEPING)])
+    (answer,) = drafter.propose([missed._replace(has_tree=True, budget=NO_TREE)])
     monkeypatch.undo()
     assert answer == DraftTree.root_only(47), "without a pass"
     work(drafter)

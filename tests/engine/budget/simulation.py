@@ -11,9 +11,10 @@ import numpy as np
 from eyas.api.request import Request, SamplingParams
 from eyas.config import TreeConfig
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget
-from eyas.engine.budget.base import NO_TREE, NextStep, StepTimes, TreeSize
+from eyas.engine.budget.base import NextStep, StepTimes
 from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
+from eyas.protocol.commit import NO_TREE, TreeBudget
 from eyas.protocol.tree import DraftTree, SampledProposal
 from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
 
@@ -75,18 +76,20 @@ class Simulation:
             wait_s = max(self._wait(chosen[-1]) - (self.gap or 0.0), 0.0)
             batch, outputs = self._step(budget, chosen[-1] | without, rng)
             verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch) + self._context_s
-            other_s = (self.gap or 0.0) + (self.host if any(size.depth for size in chosen[-1].values()) else 0.0)
+            other_s = (self.gap or 0.0) + (self.host if any(size.max_depth for size in chosen[-1].values()) else 0.0)
             budget.observe(batch, outputs, StepTimes(wait_s, verify_s, other_s))
             self.now += wait_s + verify_s + other_s
             chosen.append(budget.choose(names, most, self.others, step))
         usual_sizes = []
         for sizes in chosen:  # the same size for all but scouts
-            drafting = Counter(size for size in sizes.values() if size.depth)
+            drafting = Counter(size for size in sizes.values() if size.max_depth)
             assert len(drafting) <= 2
             assert drafting.total() == self.batch or drafting.total() <= AdaptiveDraftBudget.MAX_TREES
             assert len(drafting) < 2 or drafting[max(drafting)] <= AdaptiveDraftBudget.MAX_TREES
-            assert all(size.depth < size.nodes for size in drafting)
-            usual_sizes.append(Counter(min(size.nodes, size.depth + 1) for size in sizes.values()).most_common(1)[0][0])
+            assert all(size.max_depth < size.max_nodes for size in drafting)
+            usual_sizes.append(
+                Counter(min(size.max_nodes, size.max_depth + 1) for size in sizes.values()).most_common(1)[0][0]
+            )
         return usual_sizes
 
     def resized(self, batch: int) -> Simulation:
@@ -113,10 +116,10 @@ class Simulation:
         return self.context_token * self.context * self.batch
 
     def _step(
-        self, budget: AdaptiveDraftBudget, sizes: dict[str, TreeSize], rng: random.Random
+        self, budget: AdaptiveDraftBudget, sizes: dict[str, TreeBudget], rng: random.Random
     ) -> tuple[list[ScheduledSequence], StepOutputs]:
         trees = {name: self._tree(number, size) for number, (name, size) in enumerate(sizes.items())}
-        came = [name for name, tree in trees.items() if sizes[name].depth and tree.sampled is None]
+        came = [name for name, tree in trees.items() if sizes[name].max_depth and tree.sampled is None]
         trees |= zip(came, budget.prune([trees[name] for name in came], len(sizes) - len(came)), strict=True)
         batch, outputs = [], list[VerifyOutput]()
         for number, (name, tree) in enumerate(trees.items()):
@@ -130,16 +133,16 @@ class Simulation:
             self.tokens += len(path)
         return batch, StepOutputs.of(outputs)
 
-    def _tree(self, number: int, size: TreeSize) -> DraftTree:
+    def _tree(self, number: int, size: TreeBudget) -> DraftTree:
         """The drafted tree of a request."""
         most = 1 if not self.available else 2 if number < max(self.small, self.ending) else NODES
-        tree = DraftTree.chain(range(min(size.nodes, size.depth + 1, most)))
+        tree = DraftTree.chain(range(min(size.max_nodes, size.max_depth + 1, most)))
         return tree.with_sampled(SampledProposal({})) if number < self.sampled else tree
 
-    def _wait(self, sizes: dict[str, TreeSize]) -> float:
+    def _wait(self, sizes: dict[str, TreeBudget]) -> float:
         """A drafter gets only sequences that have trees."""
         self.num_missed.update(sizes.keys())
-        requested = [name for name, size in sizes.items() if size.depth]
+        requested = [name for name, size in sizes.items() if size.max_depth]
         missed = max((self.num_missed.pop(name) - 1 for name in requested), default=0)
         return self.draft + self.behind * missed if requested else 0.0
 

@@ -13,7 +13,7 @@ from eyas.config import AcceptanceRule, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget
-from eyas.engine.budget.base import DECODE_ONLY, DraftBudget, FixedDraftBudget, NextStep, TreeSize
+from eyas.engine.budget.base import DECODE_ONLY, DraftBudget, FixedDraftBudget, NextStep
 from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.engine.build import assemble_engine
 from eyas.engine.draft_manager import DraftManager
@@ -24,6 +24,7 @@ from eyas.errors import ConfigError
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
+from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.support import reference
 from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
@@ -83,7 +84,7 @@ class RecordingBudget(FixedDraftBudget):
 
     def choose(
         self, decoding: Sequence[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
-    ) -> dict[str, TreeSize]:
+    ) -> dict[str, TreeBudget]:
         self.calls.add((tuple(decoding), num_plain))
         self.steps.append(step)
         return super().choose(decoding, most, num_plain, step)
@@ -96,7 +97,7 @@ class PausingBudget(FixedDraftBudget):
 
     def choose(
         self, decoding: Sequence[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
-    ) -> dict[str, TreeSize]:
+    ) -> dict[str, TreeBudget]:
         found = super().choose(decoding, 1 if self.pauses else most, num_plain, step)
         return {} if self.pauses else found
 

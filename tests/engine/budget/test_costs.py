@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from eyas.engine.budget.base import TreeSize
 from eyas.engine.budget.costs import CostModel, DraftCosts, RecentTrees, SurvivalModel
+from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 
 
@@ -50,7 +50,7 @@ def test_rounds_cost_by_their_levels_and_the_rows_of_these() -> None:
 def test_what_a_round_takes_changes_the_costs_of_others() -> None:
     table = costs((1.0, 1.0), (1.0, 1.0))
     for _ in range(40):
-        table.observe(4, TreeSize(9, 3), 6.0)
+        table.observe(4, TreeBudget(9, 3), 6.0)
     assert table.at(4, 9, 3) == pytest.approx(6, rel=0.05)
     assert table.at(1, 9, 5) == pytest.approx(10, rel=0.05)
 
@@ -60,7 +60,7 @@ def test_each_depth_has_the_mean_of_its_own_rounds(first: float, level: float) -
     """Of a one-pass head and of EAGLE, whose drafter could not be timed; those between are interpolated."""
     table = DraftCosts(None, None, top_k=8)
     for depth in (14, 14, 14, 14, 3, 3, 3, 3, 3, 3, 14, 3):
-        table.observe(1, TreeSize(16, depth), first + (depth - 1) * level)
+        table.observe(1, TreeBudget(16, depth), first + (depth - 1) * level)
     for depth in (3, 14):
         assert table.at(1, 16, depth) == pytest.approx(first + (depth - 1) * level, rel=0.05)
     assert table.at(1, 16, 8) == pytest.approx(first + 7 * level, rel=0.35)
@@ -70,7 +70,7 @@ def test_a_drafter_elsewhere_is_known_by_its_fastest_rounds() -> None:
     table = DraftCosts(None, None, top_k=8)
     assert table.at(1, 16, 5) == 0, "nothing is known"
     for seconds in (60.0, 13.0, 5.0, 8.0):
-        table.observe(1, TreeSize(16, 5), seconds)
+        table.observe(1, TreeBudget(16, 5), seconds)
     assert table.at(1, 16, 5) == pytest.approx(5)
 
 
@@ -81,7 +81,7 @@ def test_recent_trees_say_what_sizes_would_be_accepted() -> None:
     for _ in range(4):
         recent.observe(tree, 4)
     assert recent.known_size == 4
-    sizes = [TreeSize(4, 2), TreeSize(3, 2), TreeSize(4, 1), TreeSize(2, 1)]
+    sizes = [TreeBudget(4, 2), TreeBudget(3, 2), TreeBudget(4, 1), TreeBudget(2, 1)]
     found = recent.yields(survival, 4, sizes, cuts=False)
     assert found is not None
     own = survival.survival([tree])[0]
@@ -92,7 +92,7 @@ def test_recent_trees_say_what_sizes_would_be_accepted() -> None:
 def test_cuts_leave_out_the_unlikeliest_nodes() -> None:
     recent, survival = RecentTrees(), SurvivalModel()
     recent.observe(DraftTree.of((0, 5, 6, 7), (0, 0, 0, 2), (0.0, -3.0, -1.0, -2.0)), 4)
-    rows, accepted = recent.yields(survival, 4, [TreeSize(4, 2)], cuts=True) or (np.zeros(0), np.zeros(0))
+    rows, accepted = recent.yields(survival, 4, [TreeBudget(4, 2)], cuts=True) or (np.zeros(0), np.zeros(0))
     assert rows.tolist() == [[1, 2, 3]]
     assert (np.diff(accepted, 2) < 0).all(), "the likeliest first"
 
@@ -101,4 +101,4 @@ def test_trees_without_drafted_nodes_yield_nothing() -> None:
     recent = RecentTrees()
     assert recent.known_size == 0
     recent.observe(DraftTree.root_only(3), 4)
-    assert recent.yields(SurvivalModel(), 4, [TreeSize(4, 2)], cuts=True) is None
+    assert recent.yields(SurvivalModel(), 4, [TreeBudget(4, 2)], cuts=True) is None

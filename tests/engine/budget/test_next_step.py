@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget
-from eyas.engine.budget.base import NextStep, TreeSize
+from eyas.engine.budget.base import NextStep
 from eyas.engine.budget.costs import CostModel, DraftCosts
+from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation
 
@@ -30,8 +31,8 @@ def trained(draft: float = 0.05) -> AdaptiveDraftBudget:
     return budget
 
 
-def drafting(sizes: Mapping[str, TreeSize]) -> list[str]:
-    return [name for name, size in sizes.items() if size.depth]
+def drafting(sizes: Mapping[str, TreeBudget]) -> list[str]:
+    return [name for name, size in sizes.items() if size.max_depth]
 
 
 def test_a_step_with_prompts_does_not_end_drafting() -> None:

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from eyas.api.request import Request
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget, Choice
-from eyas.engine.budget.base import StepTimes, TreeSize
+from eyas.engine.budget.base import StepTimes
 from eyas.engine.budget.costs import CostModel, DraftCosts, SurvivalModel
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
+from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree, SampledProposal
 from eyas.sampling.acceptance import StepOutputs, VerifyOutput
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
@@ -157,7 +158,7 @@ def test_all_sequences_draft_after_a_step_of_scouts() -> None:
 @pytest.mark.parametrize(("draft", "count"), [(0.1, 8), (0.6, 1)])
 def test_as_many_sequences_try_as_cost_half_a_step_at_most(draft: float, count: int) -> None:
     sizes = Simulation(draft=draft, batch=64).budget().choose([f"{i}" for i in range(64)], NODES)
-    assert sum(size.depth > 0 for size in sizes.values()) == count
+    assert sum(size.max_depth > 0 for size in sizes.values()) == count
 
 
 def test_no_tree_is_larger_than_a_step_allows() -> None:
@@ -184,7 +185,7 @@ def trained_budget(row: float, step: float = 1.0) -> AdaptiveDraftBudget:
     verify = CostModel(sizes, [step + row * rows for rows in sizes])
     free = CostModel(sizes, [0.0] * len(sizes))
     budget = AdaptiveDraftBudget(CHAINS, verify, DraftCosts(free, free, 1))
-    budget._choice, budget.is_on = Choice(TreeSize(NODES, NODES - 1), rate=1.0), True
+    budget._choice, budget.is_on = Choice(TreeBudget(NODES, NODES - 1), rate=1.0), True
     return budget
 
 

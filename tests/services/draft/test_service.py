@@ -17,7 +17,7 @@ from eyas.config import DraftConfig, DraftQueueConfig, RegistryConfig, ServerCon
 from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.base import DraftContext
 from eyas.errors import RequestFailed
-from eyas.protocol.commit import BOOKKEEPING, Commit, ResyncRequired, TensorBytes
+from eyas.protocol.commit import NO_TREE, Commit, ResyncRequired, TensorBytes
 from eyas.protocol.tree import DraftTree
 from eyas.rpc import convert
 from eyas.rpc.channel import open_channel, open_sync_channel
@@ -70,9 +70,9 @@ def roots(reply: DraftResponse) -> dict[str, int]:
 
 def test_every_request_with_a_commit_gets_one_reply_in_order(stub: draft_pb2_grpc.DraftStub) -> None:
     steps = [
-        [packed(context("a", TOKENS[:5])), packed(context("b", TOKENS[:3], budget=BOOKKEEPING))],
+        [packed(context("a", TOKENS[:5])), packed(context("b", TOKENS[:3], budget=NO_TREE))],
         [],
-        [packed(context("a", TOKENS[:6], base=5, budget=BOOKKEEPING))],
+        [packed(context("a", TOKENS[:6], base=5, budget=NO_TREE))],
         [packed(context("a", TOKENS[:7], base=6))],
     ]
     replies = converse(stub, *steps)
@@ -341,7 +341,7 @@ def test_trees_that_come_too_late_are_not_drafted() -> None:
     drafter, replies = Recorder(), list[DraftResponse | None]()
     worker = DraftWorker(drafter, INFO)
     stream = worker.open(replies.append)
-    note = packed(context("b", TOKENS[:5], budget=BOOKKEEPING))
+    note = packed(context("b", TOKENS[:5], budget=NO_TREE))
     worker.submit(stream, DraftRequest(1, (*commits("a"), note), timeout_s=0.001))
     worker.submit(stream, DraftRequest(2, commits("a", length=7), timeout_s=60))
     time.sleep(0.002)

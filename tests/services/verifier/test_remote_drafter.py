@@ -12,7 +12,7 @@ import pytest
 
 from eyas.config import DraftClientConfig, DraftQueueConfig
 from eyas.drafters.base import DrafterNeeds
-from eyas.protocol.commit import BOOKKEEPING, Refusal, ResyncRequired
+from eyas.protocol.commit import NO_TREE, Refusal, ResyncRequired
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse
 from eyas.services.draft.streams import DraftStream
@@ -53,7 +53,7 @@ def test_every_session_of_a_round_gets_its_tree(address: str) -> None:
 
 def test_a_commit_without_a_tree_reaches_the_drafter(address: str, drafter: ToyDrafter) -> None:
     with connect(address) as remote:
-        assert remote.request([context("a", TOKENS[:5], budget=BOOKKEEPING)])() == [DraftTree.root_only(14)]
+        assert remote.request([context("a", TOKENS[:5], budget=NO_TREE)])() == [DraftTree.root_only(14)]
         assert remote.request([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
         assert list(drafter.sessions.values()) == [list(TOKENS[:6])]
 
@@ -104,7 +104,7 @@ def test_late_trees_are_dropped_and_an_open_breaker_is_free() -> None:
             assert remote.num_lost == 2
             started = time.monotonic()
             for _ in range(50):
-                assert remote.request([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=BOOKKEEPING)])() == [
+                assert remote.request([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=NO_TREE)])() == [
                     None,
                     None,
                 ]
@@ -124,7 +124,7 @@ def test_a_killed_drafter_costs_drafts_only_and_is_resynced() -> None:
         remote.request([context("a", TOKENS[:5])])()
     with closing(remote):
         eventually(lambda: not remote.connected)
-        assert remote.request([context("a", TOKENS[:7], base=5), context("b", TOKENS[:3], budget=BOOKKEEPING)])() == [
+        assert remote.request([context("a", TOKENS[:7], base=5), context("b", TOKENS[:3], budget=NO_TREE)])() == [
             None,
             None,
         ]
