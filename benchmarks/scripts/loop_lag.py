@@ -37,7 +37,12 @@ from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_
 from eyas.services.local.cluster import free_port
 from eyas.services.router.__main__ import run
 from eyas.v1 import generation_pb2, types_pb2
-from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
+from eyas.v1.generation_pb2_grpc import (
+    GenerationServicer,
+    GenerationStub,
+    add_ChunkFeedServicer_to_server,
+    add_GenerationServicer_to_server,
+)
 
 MODEL = ModelInfo("demo", "target", 4096, 131_072)
 TOKENIZER = "models/demo/target"
@@ -360,6 +365,8 @@ async def serve_verifier(connection: Connection, servicer: GenerationServicer) -
     peers = Peers()
     server = worker_server(ServerConfig(), peers)
     add_GenerationServicer_to_server(servicer, server.aio)
+    if feeds := getattr(servicer, "feeds", None):
+        add_ChunkFeedServicer_to_server(feeds, server.aio)
     registration = WorkerRegistration(server, None, AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 100_000, 4096)))
     address = await server.start([GENERATION_SERVICE])
     await registration.register(address)

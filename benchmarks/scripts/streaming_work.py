@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import fmean
@@ -31,10 +31,11 @@ from eyas.bench.report import Report, Spread, Table, number
 from eyas.errors import EyasError, RequestFailed, Unavailable
 from eyas.progress import Progress, progress
 from eyas.rpc.channel import open_channel, open_sync_channel
-from eyas.rpc.convert import generate_call_to_proto, text_chunk_to_proto
+from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto
 from eyas.rpc.messages import GenerateCall
 from eyas.rpc.server import GENERATION_SERVICE
 from eyas.services.local.cluster import POLL_INTERVAL_S, STOP_TIMEOUT_S, Child, ServiceSettings, free_port, is_serving
+from eyas.services.verifier.chunk_feeds import ChunkFeeds
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub
 
@@ -88,22 +89,32 @@ class PacedVerifier(GenerationServicer):
 
     chunk_tokens: int
     step_s: float
+    feeds: ChunkFeeds = field(default_factory=ChunkFeeds)
+    steps: dict[float, asyncio.Event] = field(default_factory=dict)
+
+    async def _step(self, due: float) -> None:
+        """Wait for the end of a step. All its calls go on in one turn of the event loop, as those of an engine do."""
+        if due not in self.steps:
+            self.steps[due] = asyncio.Event()
+            delay_s = max(due * self.step_s - time.monotonic(), 0.0)
+            asyncio.get_running_loop().call_later(delay_s, lambda: self.steps.pop(due).set())
+        await self.steps[due].wait()
 
     async def Generate(self, message: generation_pb2.GenerateRequest, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        num_prompt = len(message.tokens.ids)
-        num_output = message.sampling.max_tokens
+        call = generate_call_from_proto(message)
+        num_prompt, num_output = len(call.request.prompt_ids), call.request.sampling.max_tokens
         tokens = np.random.default_rng(num_prompt).integers(300, MODEL.vocab_size - 96, num_output).tolist()
         due = self.step_s and time.monotonic() // self.step_s
-        for start in range(0, num_output, self.chunk_tokens):
-            due += 1
-            await asyncio.sleep(max(due * self.step_s - time.monotonic(), 0.0))
-            ids = tuple(tokens[start : start + self.chunk_tokens])
-            is_last = start + len(ids) == num_output
-            marks = (*(True for _ in ids[1:]), False)
-            step = VerifyStep(8, 3, len(ids) - 1) if len(ids) > 1 else None
-            chunk = Chunk("", ids, marks, step, "length" if is_last else None)
-            totals = Totals(num_prompt, num_output) if is_last else None
-            await context.write(text_chunk_to_proto(TextChunk(chunk, totals=totals)))
+        with self.feeds.call(call, context) as write:
+            for start in range(0, num_output, self.chunk_tokens):
+                due += 1
+                await self._step(due)
+                ids = tuple(tokens[start : start + self.chunk_tokens])
+                is_last = start + len(ids) == num_output
+                marks = (*(True for _ in ids[1:]), False)
+                step = VerifyStep(8, 3, len(ids) - 1) if len(ids) > 1 else None
+                chunk = Chunk("", ids, marks, step, "length" if is_last else None)
+                await write(TextChunk(chunk, totals=Totals(num_prompt, num_output) if is_last else None))
 
 
 @dataclass(frozen=True)

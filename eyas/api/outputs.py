@@ -84,7 +84,8 @@ class TextDecoder:
     def add(self, received: Chunk) -> TextChunk:
         """Decode the next chunk. After `stopped`, there is no next one."""
         texts = self.text.push(received.token_ids, ends=received.finish_reason == "stop")
-        chunk, text = received.first(len(texts)), "".join(texts)
+        chunk = received if len(texts) == len(received.token_ids) else received.first(len(texts))
+        text = "".join(texts)
         if chunk.index != self.index:
             chunk = replace(chunk, index=self.index)
         last = chunk.token_ids[-1] if chunk.finish_reason == "stop" and chunk.token_ids else None

@@ -385,10 +385,12 @@ class Chunk:
     @property
     def num_bytes(self) -> int:
         """The memory that the chunk takes, estimated."""
-        entries = (*self.logprobs, *self.prompt_logprobs)
-        details = self.verify_step.details if self.verify_step else None
-        num_nodes = len(details.tokens) if details else 0
-        return 1024 + 48 * len(self.token_ids) + 160 * num_nodes + sum(192 + 72 * len(entry.top_ids) for entry in entries)
+        num_bytes = 1024 + 48 * len(self.token_ids)
+        if self.verify_step and self.verify_step.details:
+            num_bytes += 160 * len(self.verify_step.details.tokens)
+        if self.logprobs or self.prompt_logprobs:
+            num_bytes += sum(192 + 72 * len(entry.top_ids) for entry in (*self.logprobs, *self.prompt_logprobs))
+        return num_bytes
 
     def first(self, num_tokens: int) -> Chunk:
         """Return the chunk with its first `num_tokens` tokens only."""

@@ -143,6 +143,8 @@ def generate_call_to_proto(call: GenerateCall) -> generation_pb2.GenerateRequest
             cache_salt=request.cache_salt,
             num_draft_tokens=request.num_draft_tokens,
             return_verify_steps=request.return_verify_steps,
+            feed_id=call.feed_id,
+            feed_call=call.feed_call,
         )
         if call.prompt_text is None:
             message.tokens.CopyFrom(types_pb2.TokenIds(ids=request.prompt_ids))
@@ -178,6 +180,8 @@ def generate_call_from_proto(
         model=message.model,
         drafter=message.drafter,
         target_fingerprint=message.target_fingerprint,
+        feed_id=message.feed_id,
+        feed_call=message.feed_call,
     )
 
 
@@ -408,24 +412,24 @@ def refusal_from_proto(message: draft_pb2.Refusal) -> Refusal:
 
 
 def session_tree_to_proto(value: SessionTree) -> draft_pb2.Tree:
-    tree = value.tree
+    nodes, proposal = value.tree.alone, value.tree.sampled
     sampled = None
-    if tree.sampled is not None:
+    if proposal is not None:
         draft_probs = [
             draft_pb2.DraftProbs(parent=node, token_ids=draft.ids, probs=draft.probs)
-            for node, draft in tree.sampled.draft_probs.items()
+            for node, draft in proposal.draft_probs.items()
         ]
-        sampled = draft_pb2.SampledProposal(draft_probs=draft_probs, replacement=tree.sampled.replacement)
+        sampled = draft_pb2.SampledProposal(draft_probs=draft_probs, replacement=proposal.replacement)
     return draft_pb2.Tree(
         session=value.session,
         epoch=value.epoch,
         committed_length=value.committed_length,
-        tokens=tree.tokens,
-        parents=tree.parents,
-        log_probs=tree.log_probs,
-        grown_ahead=tree.grown_ahead,
+        tokens=nodes.tokens.tolist(),
+        parents=nodes.parents.tolist(),
+        log_probs=nodes.log_probs.tolist(),
+        grown_ahead=bool(nodes.grown_ahead[0]),
         sampled=sampled,
-        sources=tree.sources,
+        sources=None if nodes.sources is None else nodes.sources.tolist(),
     )
 
 

@@ -183,6 +183,7 @@ class GenerateCall:
         stop_specials: for the router: special tokens whose names stop strings hold; not part of the message.
         uses_model_defaults: from a client: the message leaves out the sampling parameters in DEFAULTED, so that the model's
             count. A call that was received has them already.
+        feed_id, feed_call: from the router: the feed that chunks may take, and the call's number there; empty without one.
     """
 
     request: Request
@@ -197,6 +198,8 @@ class GenerateCall:
     arrived_at: float = field(default=0.0, compare=False)
     stop_specials: frozenset[int] = frozenset()
     uses_model_defaults: bool = False
+    feed_id: str = ""
+    feed_call: int = 0
 
 
 # Drafting

@@ -20,6 +20,86 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class FollowRequest(_message.Message):
+    """A router's part of a feed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FEED_ID_FIELD_NUMBER: _builtins.int
+    SLOW_CALLS_FIELD_NUMBER: _builtins.int
+    feed_id: _builtins.str
+    """Id of the feed, which no other can guess; in the first message."""
+    @_builtins.property
+    def slow_calls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Calls whose next chunks come on their own streams, because they are read too slowly."""
+
+    def __init__(
+        self,
+        *,
+        feed_id: _builtins.str = ...,
+        slow_calls: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["feed_id", b"feed_id", "slow_calls", b"slow_calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
+
+@_typing.final
+class FedChunks(_message.Message):
+    """Chunks in the order of their calls."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___FedChunk]:
+        """The chunks that were ready, such as those of a step."""
+
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___FedChunk] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FedChunks: _TypeAlias = FedChunks  # noqa: Y015
+
+@_typing.final
+class FedChunk(_message.Message):
+    """A chunk and the call that it belongs to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_FIELD_NUMBER: _builtins.int
+    CHUNK_FIELD_NUMBER: _builtins.int
+    call: _builtins.int
+    """The call's GenerateRequest.feed_call."""
+    @_builtins.property
+    def chunk(self) -> Global___GenerateChunk:
+        """Its next chunk, which is not its last one."""
+
+    def __init__(
+        self,
+        *,
+        call: _builtins.int = ...,
+        chunk: Global___GenerateChunk | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk", b"chunk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call", b"call", "chunk", b"chunk"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FedChunk: _TypeAlias = FedChunk  # noqa: Y015
+
+@_typing.final
 class GenerateRequest(_message.Message):
     """A prompt and how to continue it."""
 
@@ -39,6 +119,8 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     NUM_DRAFT_TOKENS_FIELD_NUMBER: _builtins.int
     RETURN_VERIFY_STEPS_FIELD_NUMBER: _builtins.int
+    FEED_ID_FIELD_NUMBER: _builtins.int
+    FEED_CALL_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request in logs: at most 128 printable characters. An empty one is replaced by a generated one."""
     session_id: _builtins.str
@@ -72,6 +154,10 @@ class GenerateRequest(_message.Message):
     """Maximum number of nodes of a draft tree, with the root. 0 takes the server's limit, 1 asks for no drafts."""
     return_verify_steps: _builtins.bool
     """Return VerifyStep.details."""
+    feed_id: _builtins.str
+    """From the router: the open feed that chunks of this call may take instead of its own stream. The last chunk does not."""
+    feed_call: _builtins.int
+    """From the router: the number of this call in the feed."""
     @_builtins.property
     def tokens(self) -> _types_pb2.TokenIds:
         """As token ids."""
@@ -97,10 +183,12 @@ class GenerateRequest(_message.Message):
         cache_salt: _builtins.str = ...,
         num_draft_tokens: _builtins.int = ...,
         return_verify_steps: _builtins.bool = ...,
+        feed_id: _builtins.str = ...,
+        feed_call: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "sampling", b"sampling", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "drafter", b"drafter", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "num_emitted", b"num_emitted", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_verify_steps", b"return_verify_steps", "sampling", b"sampling", "session_id", b"session_id", "target_fingerprint", b"target_fingerprint", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "drafter", b"drafter", "feed_call", b"feed_call", "feed_id", b"feed_id", "model", b"model", "num_draft_tokens", b"num_draft_tokens", "num_emitted", b"num_emitted", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "return_verify_steps", b"return_verify_steps", "sampling", b"sampling", "session_id", b"session_id", "target_fingerprint", b"target_fingerprint", "tenant", b"tenant", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
@@ -125,6 +213,7 @@ class GenerateChunk(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_FED_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """New text; empty from a verifier, and while a character is incomplete."""
     seed: _builtins.int
@@ -133,6 +222,8 @@ class GenerateChunk(_message.Message):
     """Prompt tokens found in the prefix cache; set on the chunk with the first tokens."""
     index: _builtins.int
     """Index of the completion, 0 to n - 1. Chunks of different completions interleave."""
+    num_fed: _builtins.int
+    """From a verifier, on the call's own stream: how many chunks before this one the feed has."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New token ids in order; the bonus token comes last."""
@@ -177,10 +268,11 @@ class GenerateChunk(_message.Message):
         index: _builtins.int = ...,
         logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
         prompt_logprobs: _abc.Iterable[Global___TokenLogprob] | None = ...,
+        num_fed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "seed", b"seed", "verify_step", b"verify_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "is_draft_token", b"is_draft_token", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids", "verify_step", b"verify_step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish", b"finish", "index", b"index", "is_draft_token", b"is_draft_token", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "num_fed", b"num_fed", "prompt_logprobs", b"prompt_logprobs", "seed", b"seed", "text", b"text", "text_lengths", b"text_lengths", "token_ids", b"token_ids", "verify_step", b"verify_step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

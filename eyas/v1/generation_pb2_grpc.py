@@ -146,3 +146,80 @@ class Generation:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class ChunkFeedStub:
+    """Delivers the chunks of many calls of a router in one message for each step of the verifier, which implements it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Follow = channel.stream_stream(
+                '/eyas.v1.ChunkFeed/Follow',
+                request_serializer=eyas_dot_v1_dot_generation__pb2.FollowRequest.SerializeToString,
+                response_deserializer=eyas_dot_v1_dot_generation__pb2.FedChunks.FromString,
+                _registered_method=True)
+
+
+class ChunkFeedServicer:
+    """Delivers the chunks of many calls of a router in one message for each step of the verifier, which implements it.
+    """
+
+    def Follow(self, request_iterator, context):
+        """Streams chunks of the Generate calls that name the feed, until it is cancelled. A first message without chunks says that
+        calls may name it. Errors: INVALID_ARGUMENT for a feed without an id, UNAVAILABLE for a verifier that stops.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_ChunkFeedServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Follow': grpc.stream_stream_rpc_method_handler(
+                    servicer.Follow,
+                    request_deserializer=eyas_dot_v1_dot_generation__pb2.FollowRequest.FromString,
+                    response_serializer=eyas_dot_v1_dot_generation__pb2.FedChunks.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'eyas.v1.ChunkFeed', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('eyas.v1.ChunkFeed', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class ChunkFeed:
+    """Delivers the chunks of many calls of a router in one message for each step of the verifier, which implements it.
+    """
+
+    @staticmethod
+    def Follow(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/eyas.v1.ChunkFeed/Follow',
+            eyas_dot_v1_dot_generation__pb2.FollowRequest.SerializeToString,
+            eyas_dot_v1_dot_generation__pb2.FedChunks.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

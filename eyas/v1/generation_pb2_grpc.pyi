@@ -80,3 +80,40 @@ class GenerationServicer(metaclass=_abc_1.ABCMeta):
         """Lists the served models."""
 
 def add_GenerationServicer_to_server(servicer: GenerationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class ChunkFeedStub:
+    """Delivers the chunks of many calls of a router in one message for each step of the verifier, which implements it."""
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> ChunkFeedAsyncStub: ...
+    Follow: _grpc.StreamStreamMultiCallable[_generation_pb2.FollowRequest, _generation_pb2.FedChunks]
+    """Streams chunks of the Generate calls that name the feed, until it is cancelled. A first message without chunks says that
+    calls may name it. Errors: INVALID_ARGUMENT for a feed without an id, UNAVAILABLE for a verifier that stops.
+    """
+
+@_typing.type_check_only
+class ChunkFeedAsyncStub(ChunkFeedStub):
+    """Delivers the chunks of many calls of a router in one message for each step of the verifier, which implements it."""
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Follow: _aio.StreamStreamMultiCallable[_generation_pb2.FollowRequest, _generation_pb2.FedChunks]  # type: ignore[assignment]
+    """Streams chunks of the Generate calls that name the feed, until it is cancelled. A first message without chunks says that
+    calls may name it. Errors: INVALID_ARGUMENT for a feed without an id, UNAVAILABLE for a verifier that stops.
+    """
+
+class ChunkFeedServicer(metaclass=_abc_1.ABCMeta):
+    """Delivers the chunks of many calls of a router in one message for each step of the verifier, which implements it."""
+
+    @_abc_1.abstractmethod
+    def Follow(
+        self,
+        request_iterator: _MaybeAsyncIterator[_generation_pb2.FollowRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_generation_pb2.FedChunks], _abc.AsyncIterator[_generation_pb2.FedChunks]]:
+        """Streams chunks of the Generate calls that name the feed, until it is cancelled. A first message without chunks says that
+        calls may name it. Errors: INVALID_ARGUMENT for a feed without an id, UNAVAILABLE for a verifier that stops.
+        """
+
+def add_ChunkFeedServicer_to_server(servicer: ChunkFeedServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -49,6 +49,7 @@ from eyas.services.lifecycle import (
     service_app,
     worker_server,
 )
+from eyas.services.verifier.chunk_feeds import ChunkFeeds
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.servicer import GenerationServicer, announced_load
 from eyas.services.verifier.telemetry import VerifierTelemetry
@@ -105,8 +106,11 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
             observer.watch(lambda: async_engine.load)
             registry = lease_registry(config.discovery, config.registry, peers)
             discovery = build_discovery(config.discovery, registry, peers)
-            servicer = GenerationServicer(async_engine, model, pool, observer, partial(discovery.known, "draft"))
+            feeds = ChunkFeeds()
+            servicer = GenerationServicer(async_engine, model, pool, observer, partial(discovery.known, "draft"), feeds)
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
+            generation_pb2_grpc.add_ChunkFeedServicer_to_server(feeds, server.aio)
+            server.before_stop(feeds.close)
             worker = AnnouncedWorker(
                 "verifier",
                 model,

@@ -169,7 +169,7 @@ class RemoteDrafter:
         """Return whether the stream is open, the circuit breaker is not backing off, and the session is not refused."""
         with self._changed:
             refused_until = self._refused.get(session, 0.0)
-        return self.connected and not self.breaker.backing_off and refused_until <= time.monotonic()
+        return self._stream is not None and not self.breaker.backing_off and refused_until <= time.monotonic()
 
     def request(self, contexts: Sequence[DraftContext]) -> Pending:
         """See Drafter."""

@@ -16,6 +16,7 @@ from eyas.engine.engine import EngineLoad
 from eyas.errors import InvalidRequest, Unavailable, UnknownDrafter, UnknownModel
 from eyas.rpc import convert
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, Lease, Load, ModelInfo
+from eyas.services.verifier.chunk_feeds import ChunkFeeds
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.tracing import trace_pairs
@@ -28,6 +29,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     Args:
         pool: assigns requests to the drafter that the router picked; None if no drafts are taken.
         drafters: the drafters that discovery knows now; no other is dialled.
+        feeds: take chunks of the calls that name one of them; None leaves all to the calls' own streams.
     """
 
     def __init__(
@@ -37,8 +39,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         pool: DraftPool | None,
         telemetry: VerifierTelemetry | None = None,
         drafters: Callable[[], Iterable[Lease]] = tuple,
+        feeds: ChunkFeeds | None = None,
     ) -> None:
         self._drafters = drafters
+        self._feeds = feeds or ChunkFeeds()
         self._telemetry = telemetry or VerifierTelemetry()
         self._engine = engine
         self._model = model
@@ -60,15 +64,16 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         with self._telemetry.request(own, trace), self._assigned(own, call.drafter):
             self._check(call)
             num_output, num_cached, seed, totals = 0, 0, own.sampling.seed, None
-            async with aclosing(self._engine.generate(own)) as chunks:
-                async for chunk in chunks:
-                    num_output += len(chunk.token_ids)
-                    num_cached += chunk.num_cached
-                    if chunk.finish_reason:
-                        context.set_trailing_metadata(self._round_trip(own))
-                        totals = Totals(len(own.prompt_ids), num_output, None, num_cached)
-                    await context.write(convert.text_chunk_to_proto(TextChunk(chunk, seed=seed, totals=totals)))
-                    seed = None  # the first chunk has it
+            with self._feeds.call(call, context) as write:
+                async with aclosing(self._engine.generate(own)) as chunks:
+                    async for chunk in chunks:
+                        num_output += len(chunk.token_ids)
+                        num_cached += chunk.num_cached
+                        if chunk.finish_reason:
+                            context.set_trailing_metadata(self._round_trip(own))
+                            totals = Totals(len(own.prompt_ids), num_output, None, num_cached)
+                        await write(TextChunk(chunk, seed=seed, totals=totals))
+                        seed = None  # the first chunk has it
 
     async def ListModels(  # noqa: N802
         self, request: generation_pb2.ListModelsRequest, context: Any

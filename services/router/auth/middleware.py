@@ -44,7 +44,7 @@ class Authenticator:
                 MutableHeaders(scope=message).update(access.headers)
             await send(message)
 
-        await app(scope, receive, send_with_quota)
+        await app(scope, receive, send_with_quota if access.quota else send)
 
 
 def _scope_of(path: str) -> KeyScope:

@@ -28,6 +28,7 @@ from eyas.rpc.convert import chunk_from_proto, generate_call_to_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import is_connection_error, status_error
 from eyas.services.discovery.redis_registry import Placement, Registry
+from eyas.services.router.dispatch.chunk_feed import FedCall
 from eyas.services.router.dispatch.poison import ISOLATION_S, Attempt, PoisonDetector
 from eyas.services.router.dispatch.routing import Pair, RoutingRequest
 from eyas.services.router.dispatch.workers import WorkerPool
@@ -245,15 +246,16 @@ class Dispatcher:
         remaining_s = context.deadline - asyncio.get_running_loop().time()
         stub = GenerationStub(self._workers.channel(pair.verifier))
         metadata = (*call.trace, *self._workers.metadata)
-        stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
-        with self._workers.in_flight(pair, stream.cancel):
-            try:
-                with TimeLimit(context.deadline, stream.cancel) as limit:
-                    yield UpstreamCall(
-                        stream, call.request, limit, pair.verifier.model.vocab_size, call.request.sampling.max_tokens
-                    )
-            finally:
-                stream.cancel()
+        with self._workers.feed(pair.verifier).call() as fed:
+            if fed:
+                call = replace(call, feed_id=fed.feed_id, feed_call=fed.number)
+            stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
+            with self._workers.in_flight(pair, stream.cancel), TimeLimit(context.deadline, stream.cancel) as limit:
+                try:
+                    vocab_size, num_left = pair.verifier.model.vocab_size, call.request.sampling.max_tokens
+                    yield UpstreamCall(stream, call.request, limit, vocab_size, num_left, fed)
+                finally:
+                    stream.cancel()
 
     def _begin(self, attempt: Attempt, pair: Pair, state: _RetryState, session: str, chunk: Chunk) -> None:
         """Note a verifier's first chunk. From now on only verifiers with the same outputs may continue.
@@ -273,13 +275,19 @@ class Dispatcher:
 
 @dataclass
 class UpstreamCall:
-    """A call to one verifier, whose chunks are read one by one. num_left: tokens that it may still send."""
+    """A call to one verifier, whose chunks are read one by one.
+
+    Attributes:
+        num_left: tokens that it may still send.
+        fed: has the chunks that come through the verifier's feed; None if all come on the call's stream.
+    """
 
     stream: GenerateStream
     request: Request
     limit: TimeLimit
     vocab_size: int
     num_left: int
+    fed: FedCall | None = None
     is_finished: bool = False
 
     async def read(self, stall_timeout_s: float) -> Chunk:
@@ -288,7 +296,7 @@ class UpstreamCall:
         """
         self.limit.set_due(stall_timeout_s)
         try:
-            message = await self.stream.read()
+            message = await (self.stream.read() if self.fed is None else self.fed.read(self.stream))
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _eyas_error(error) from error

@@ -19,6 +19,7 @@ from eyas.rpc.channel import Metadata, Peers
 from eyas.rpc.identity import Pem
 from eyas.rpc.messages import Lease
 from eyas.services.discovery.base import Discovery, cancel_task
+from eyas.services.router.dispatch.chunk_feed import ChunkFeed
 from eyas.services.router.dispatch.routing import Pair, RoutingRequest, WorkerSnapshot, pick
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
@@ -36,10 +37,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Connection:
-    """An open channel and the certificates that it was opened with."""
+    """An open channel, the certificates that it was opened with, and the feed of the worker's chunks."""
 
     channel: grpc.aio.Channel
     identity: Pem
+    feed: ChunkFeed
+
+    async def close(self) -> None:
+        await self.feed.close()
+        await self.channel.close(None)
 
 
 class WorkerPool:
@@ -113,10 +119,18 @@ class WorkerPool:
 
     def channel(self, worker: Lease) -> grpc.aio.Channel:
         """Return the channel to a worker; it stays open between requests."""
+        return self._connection(worker).channel
+
+    def feed(self, worker: Lease) -> ChunkFeed:
+        """Return the feed of a verifier's chunks."""
+        return self._connection(worker).feed
+
+    def _connection(self, worker: Lease) -> _Connection:
         if worker.incarnation not in self._connections:
             identity = self._peers.identity
-            self._connections[worker.incarnation] = _Connection(self._peers.open_channel(worker.address), identity)
-        return self._connections[worker.incarnation].channel
+            channel = self._peers.open_channel(worker.address)
+            self._connections[worker.incarnation] = _Connection(channel, identity, ChunkFeed(channel, self._peers))
+        return self._connections[worker.incarnation]
 
     @property
     def metadata(self) -> Metadata:
@@ -150,7 +164,7 @@ class WorkerPool:
         """Connect to new verifiers, close unused channels, cancel the requests of stuck verifiers, start due probes."""
         verifiers = {verifier.incarnation: verifier for verifier in self._discovery.known("verifier")}
         unused = (set(self._connections) - set(verifiers) | self._outdated()) - set(self._in_flight)
-        await asyncio.gather(*(self._connections.pop(name).channel.close(None) for name in unused))
+        await asyncio.gather(*(self._connections.pop(name).close() for name in unused))
         kept = set(verifiers) | set(self._in_flight)
         live = kept | {drafter.incarnation for drafter in self._discovery.known("draft")}
         self._counted = {name: counted for name, counted in self._counted.items() if name in live}
@@ -177,7 +191,7 @@ class WorkerPool:
     async def close(self) -> None:
         """Stop the probes and close all channels."""
         await asyncio.gather(*map(cancel_task, list(self._probes.values())))
-        await asyncio.gather(*(connection.channel.close(None) for connection in self._connections.values()))
+        await asyncio.gather(*(connection.close() for connection in self._connections.values()))
         self._connections.clear()
 
     def _outdated(self) -> set[str]:

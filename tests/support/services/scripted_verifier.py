@@ -6,7 +6,7 @@ It stands for a process outside the router. It continues where the prompt ends, 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import grpc
 import pytest
 
-from eyas.api.outputs import TextChunk
+from eyas.api.outputs import TextChunk, Totals
 from eyas.api.request import Chunk, Request, SamplingParams, TokenLogprob, VerifyStep
 from eyas.config import RegistryConfig, RetryConfig, RouterConfig, ServerConfig
 from eyas.errors import UnknownDrafter
 from eyas.rpc.channel import Peers, open_channel
-from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto, text_chunk_to_proto
+from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import ERROR_KEY, PARAM_KEY, RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.redis_registry import Registry
@@ -31,8 +31,14 @@ from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer
 from eyas.services.router.telemetry import RouterTelemetry
+from eyas.services.verifier.chunk_feeds import ChunkFeeds
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
-from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
+from eyas.v1.generation_pb2_grpc import (
+    GenerationServicer,
+    GenerationStub,
+    add_ChunkFeedServicer_to_server,
+    add_GenerationServicer_to_server,
+)
 
 DEMO = "models/demo/target"
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
@@ -95,6 +101,7 @@ class ScriptedVerifier(GenerationServicer):
 
     def __init__(self, script: Script) -> None:
         self._script = script
+        self.feeds = ChunkFeeds()
 
     async def Generate(self, message: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         call = generate_call_from_proto(message)
@@ -104,7 +111,8 @@ class ScriptedVerifier(GenerationServicer):
         try:
             if self._script.gate:
                 await self._script.gate.wait()
-            await self._emit(call, context)
+            with self.feeds.call(call, context) as write:
+                await self._emit(call, context, write)
         except asyncio.CancelledError:
             self._script.num_cancelled += 1
             raise
@@ -112,7 +120,7 @@ class ScriptedVerifier(GenerationServicer):
     async def ListModels(self, request: Any, context: Any) -> Any:  # noqa: N802
         raise NotImplementedError
 
-    async def _emit(self, call: GenerateCall, context: Any) -> None:
+    async def _emit(self, call: GenerateCall, context: Any, write: Callable[[TextChunk], Awaitable[None]]) -> None:
         first = len(call.request.prompt_ids)
         last = min(first + call.request.sampling.max_tokens, len(self._script.tokens))
         for number, at in enumerate(range(first, last, CHUNK_TOKENS)):
@@ -124,10 +132,11 @@ class ScriptedVerifier(GenerationServicer):
                 await asyncio.sleep(600)
             if number == self._script.breaks_after:
                 broken = Chunk("", finish_reason="error", message="scripted step failure")
-                await context.write(text_chunk_to_proto(TextChunk(broken)))
+                await write(TextChunk(broken, totals=Totals(first, 0)))
                 return
             chunk = replace(self._chunk(at, min(at + CHUNK_TOKENS, last), last), num_cached=0 if number else first - 1)
-            await context.write(text_chunk_to_proto(TextChunk(with_logprobs(call, chunk))))
+            totals = Totals(first, last - first) if chunk.finish_reason else None
+            await write(TextChunk(with_logprobs(call, chunk), totals=totals))
             await asyncio.sleep(0.002)
         context.set_trailing_metadata(((ROUND_TRIP_KEY, "0.5"),))
 
@@ -165,7 +174,10 @@ async def worker(
     """Run a scripted worker with a lease; yields its address. The router only names drafters, and never calls them."""
     peers = peers or Peers()
     server = worker_server(ServerConfig(), peers)
-    add_GenerationServicer_to_server(servicer(script), server.aio)
+    verifier = servicer(script)
+    add_GenerationServicer_to_server(verifier, server.aio)
+    add_ChunkFeedServicer_to_server(verifier.feeds, server.aio)
+    server.before_stop(verifier.feeds.close)
     registry = Registry(RegistryConfig(url, LEASE_S, 0.05), peers.token)
     registration = WorkerRegistration(server, registry, AnnouncedWorker(role, model, lambda: Load(0, 0, free_kv_tokens)))
     address = await server.start([])

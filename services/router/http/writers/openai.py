@@ -40,6 +40,7 @@ _LARGE_CHUNKS_BYTES = 128 * 2**10
 # Estimates of memory until a response is sent: of a token, a value of JSON, a token with its log-probability, and a likely
 # token beside it. Measured with 20 of them: 126 to 160 bytes for each, 10 to 20 of gRPC's message not counted.
 _BYTES_PER_TOKEN, _BYTES_PER_VALUE, _BYTES_PER_LOGPROB, _BYTES_PER_TOP_LOGPROB = 64, 96, 450, 180
+_FAILURES = ("error", "cancelled")
 _MAX_DELTAS = 64  # of a choice that are kept one by one
 
 
@@ -122,7 +123,8 @@ async def stream_events(
     with named_by(name_of):
         async with aclosing(chunks):
             async for ready in chunks:
-                events, is_large = writer.events(ready), _is_large(ready)
+                events = writer.events(ready)
+                is_large = _is_large(ready)
                 while event := await asyncio.to_thread(next, events, None) if is_large else next(events, None):
                     yield event
         for event in writer.last_events():
@@ -245,17 +247,17 @@ class ResponseWriter:
         """
         if len(ready) == 1:
             return [ready]
-        ordered = sorted(ready, key=_is_failure)
+        ordered = sorted(ready, key=lambda chunk: chunk.chunk.finish_reason in _FAILURES)
         if self.new_parser is not None and self._wants_logprobs:
             return [[chunk] for chunk in ordered]
         groups: defaultdict[tuple[int, bool], list[TextChunk]] = defaultdict(list)
         for chunk in ordered:
-            groups[chunk.chunk.index, _is_failure(chunk)].append(chunk)
+            groups[chunk.chunk.index, chunk.chunk.finish_reason in _FAILURES].append(chunk)
         return groups.values()
 
     def _delta(self, chunk: TextChunk) -> TextDelta:
         inner, index = chunk.chunk, chunk.chunk.index
-        if _is_failure(chunk):
+        if inner.finish_reason in _FAILURES:
             raise RequestFailed(inner.message or "the verifier ended the request before it was done")
         if index % self.body.n == 0 and not self._num_output_tokens[index]:  # only the first of several verifiers counts
             self._num_cached_tokens += inner.num_cached
@@ -394,10 +396,6 @@ class ResponseWriter:
         }
         metrics = {"metrics": {"speculative_decoding": _speculation(stats)}} if self.body.return_speculation else {}
         return {"usage": usage} | metrics
-
-
-def _is_failure(chunk: TextChunk) -> bool:
-    return chunk.chunk.finish_reason in ("error", "cancelled")
 
 
 def _is_large(ready: Sequence[TextChunk]) -> bool:

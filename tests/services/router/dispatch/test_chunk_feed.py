@@ -1,0 +1,232 @@
+"""Feeds: chunks of many calls in one message. Order, slow readers, lost feeds, and verifiers that have none."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from eyas.api.outputs import TextChunk, Totals
+from eyas.api.request import Chunk
+from eyas.config import ServerConfig
+from eyas.errors import Unavailable
+from eyas.rpc.channel import Peers, open_channel
+from eyas.rpc.convert import chunk_from_proto, generate_call_from_proto, generate_call_to_proto
+from eyas.rpc.server import RpcServer
+from eyas.services.router.dispatch.chunk_feed import MAX_UNREAD, ChunkFeed, FedCall
+from eyas.services.verifier.chunk_feeds import LARGE_CHUNK_BYTES, ChunkFeeds
+from eyas.v1 import generation_pb2
+from eyas.v1.generation_pb2_grpc import (
+    ChunkFeedServicer,
+    ChunkFeedStub,
+    GenerationServicer,
+    GenerationStub,
+    add_ChunkFeedServicer_to_server,
+    add_GenerationServicer_to_server,
+)
+from tests.support.services.scripted_verifier import CALL, PROMPT, REST, Script, call_with, router, send, worker
+from tests.support.services.scripted_verifier import tokens_of as received
+
+NUM_TOKENS = 20
+
+
+@dataclass
+class Verifier(GenerationServicer):
+    """A verifier that sends token n as chunk n, one in each turn of the event loop, all calls in the same ones.
+
+    large: a token whose chunk is too large for a feed. streamed: tokens that came on the calls' own streams.
+    """
+
+    large: int = -1
+    feeds: ChunkFeeds = field(default_factory=ChunkFeeds)
+    streamed: list[int] = field(default_factory=list)
+    go: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def Generate(self, message: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        call = generate_call_from_proto(message)
+        num_tokens = call.request.sampling.max_tokens
+
+        async def write_to_stream(chunk: generation_pb2.GenerateChunk) -> None:
+            self.streamed.extend(chunk.token_ids)
+            await context.write(chunk)
+
+        with self.feeds.call(call, SimpleNamespace(write=write_to_stream)) as write:
+            await self.go.wait()
+            for token in range(num_tokens):
+                num_marks = LARGE_CHUNK_BYTES // 48 if token == self.large else 1
+                totals = Totals(1, num_tokens) if token == num_tokens - 1 else None
+                chunk = Chunk("", (token,) * num_marks, (False,) * num_marks, finish_reason="length" if totals else None)
+                await write(TextChunk(chunk, totals=totals))
+                await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def connected(verifier: Verifier, feeds: ChunkFeedServicer | None = None) -> AsyncIterator[Any]:
+    """Serve a verifier; yields a channel to it."""
+    server = RpcServer(ServerConfig())
+    add_GenerationServicer_to_server(verifier, server.aio)
+    add_ChunkFeedServicer_to_server(feeds or verifier.feeds, server.aio)
+    server.before_stop(verifier.feeds.close)
+    address = await server.start(())
+    async with open_channel(address) as channel:
+        yield channel
+    await server.stop(0)
+
+
+async def opened(feed: ChunkFeed) -> None:
+    """Wait until calls may name a feed."""
+    for _ in range(1000):
+        with feed.call() as fed:
+            if fed:
+                return
+        await asyncio.sleep(0.01)
+    raise AssertionError("the feed does not open")
+
+
+async def tokens_of(channel: Any, feed: ChunkFeed, num_tokens: int = NUM_TOKENS, pause_s: float = 0.0) -> list[int]:
+    """Return the tokens of a call that names the feed."""
+    found = list[int]()
+    with feed.call() as fed:
+        assert fed is not None
+        call = replace(call_with(max_tokens=num_tokens), feed_id=fed.feed_id, feed_call=fed.number)
+        stream = GenerationStub(channel).Generate(generate_call_to_proto(call))
+        while True:
+            chunk = chunk_from_proto(await fed.read(stream))
+            found.append(chunk.token_ids[0])
+            if chunk.finish_reason:
+                return found
+            await asyncio.sleep(pause_s)
+
+
+async def test_calls_share_messages_and_keep_their_order() -> None:
+    verifier = Verifier()
+    async with connected(verifier) as channel:
+        feed = ChunkFeed(channel, Peers())
+        await opened(feed)
+        calls = [asyncio.create_task(tokens_of(channel, feed)) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        verifier.go.set()
+        assert await asyncio.gather(*calls) == [list(range(NUM_TOKENS))] * 8
+        assert verifier.streamed == [NUM_TOKENS - 1] * 8, "only the last chunk is on the call's own stream"
+        await feed.close()
+
+
+async def test_a_message_holds_the_chunks_of_a_step() -> None:
+    verifier = Verifier()
+    async with connected(verifier) as channel:
+        follow = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
+        await follow.write(generation_pb2.FollowRequest(feed_id="f"))
+        assert not (await follow.read()).chunks
+        calls = [replace(call_with(max_tokens=3), feed_id="f", feed_call=number) for number in range(4)]
+        streams = [GenerationStub(channel).Generate(generate_call_to_proto(call)) for call in calls]
+        await asyncio.sleep(0.1)
+        verifier.go.set()
+        message = await follow.read()
+        assert [(each.call, *each.chunk.token_ids) for each in message.chunks][:4] == [(n, 0) for n in range(4)]
+        for stream in streams:
+            last = await stream.read()
+            assert isinstance(last, generation_pb2.GenerateChunk)
+            assert (last.num_fed, *last.token_ids) == (2, 2)
+
+
+@pytest.mark.parametrize("large", [0, 5])
+async def test_chunks_after_a_large_one_keep_their_order(large: int) -> None:
+    verifier = Verifier(large)
+    verifier.go.set()
+    async with connected(verifier) as channel:
+        feed = ChunkFeed(channel, Peers())
+        await opened(feed)
+        assert await tokens_of(channel, feed) == list(range(NUM_TOKENS))
+        assert verifier.streamed[-1] == NUM_TOKENS - 1
+        assert set(verifier.streamed) == set(range(large, NUM_TOKENS))
+        await feed.close()
+
+
+async def test_a_slow_reader_gets_the_rest_on_its_own_stream() -> None:
+    """It does not fill the router's memory, nor keep other calls from theirs."""
+    verifier = Verifier()
+    verifier.go.set()
+    num_tokens = 40 * MAX_UNREAD
+    async with connected(verifier) as channel:
+        feed = ChunkFeed(channel, Peers())
+        await opened(feed)
+        slow = asyncio.create_task(tokens_of(channel, feed, num_tokens, 0.001))
+        assert await tokens_of(channel, feed) == list(range(NUM_TOKENS))
+        assert await slow == list(range(num_tokens))
+        assert len(verifier.streamed) > num_tokens // 2
+        await feed.close()
+
+
+async def test_a_feed_that_is_lost_loses_no_chunk() -> None:
+    """A call whose chunks it had fails, so that the router continues it elsewhere; others go on."""
+
+    class Stream:
+        def __init__(self, num_fed: int) -> None:
+            self.message = generation_pb2.GenerateChunk(token_ids=[2], num_fed=num_fed)
+
+        async def read(self) -> generation_pb2.GenerateChunk:
+            return self.message
+
+    for num_fed, is_complete in ((1, True), (2, False)):
+        fed = FedCall("f", 1)
+        with closing(fed):
+            fed.add(generation_pb2.GenerateChunk(token_ids=[1]))
+            fed.lose()
+            stream = Stream(num_fed)
+            assert list((await fed.read(stream)).token_ids) == [1]
+            if is_complete:
+                assert list((await fed.read(stream)).token_ids) == [2]
+            else:
+                with pytest.raises(Unavailable, match="feed ended"):
+                    await fed.read(stream)
+
+
+async def test_a_verifier_without_feeds_is_called_as_before() -> None:
+    async with connected(Verifier(), ChunkFeedServicer()) as channel:
+        feed = ChunkFeed(channel, Peers())
+        await asyncio.sleep(0.2)
+        with feed.call() as fed:
+            assert fed is None
+        await feed.close()
+
+
+async def test_feeds_end_with_their_calls_when_a_verifier_stops() -> None:
+    verifier = Verifier()
+    async with connected(verifier) as channel:
+        follow = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
+        await follow.write(generation_pb2.FollowRequest(feed_id="f"))
+        await follow.read()
+        call = replace(call_with(max_tokens=2), feed_id="f", feed_call=7)
+        stream = GenerationStub(channel).Generate(generate_call_to_proto(call))
+        await asyncio.sleep(0.1)
+        await verifier.feeds.close()
+        verifier.go.set()
+        assert [list(each.chunk.token_ids) for each in (await follow.read()).chunks] == [[0]]
+        last = await stream.read()
+        assert isinstance(last, generation_pb2.GenerateChunk)
+        assert await follow.code() is grpc.StatusCode.OK
+        again = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
+        await again.write(generation_pb2.FollowRequest(feed_id="g"))
+        assert await again.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize("feed_id", ["", "f"])
+async def test_a_feed_needs_an_id_of_its_own(feed_id: str) -> None:
+    async with connected(Verifier()) as channel:
+        first = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
+        await first.write(generation_pb2.FollowRequest(feed_id="f"))
+        await first.read()
+        second = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
+        await second.write(generation_pb2.FollowRequest(feed_id=feed_id))
+        assert await second.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_router_reads_its_calls_from_feeds(url: str) -> None:
+    script = Script((*PROMPT, *REST))
+    async with worker(url, script), router(url) as address:
+        while not script.calls or not script.calls[-1].feed_id:
+            assert received(await send(address, CALL)) == REST
