@@ -170,8 +170,9 @@ class ChunkFeedServicer:
     """
 
     def Follow(self, request_iterator, context):
-        """Streams chunks of the Generate calls that name the feed, until it is cancelled. A first message without chunks says that
-        calls may name it. Errors: INVALID_ARGUMENT for a feed without an id, UNAVAILABLE for a verifier that stops.
+        """Streams chunks of the Generate calls that name the feed. A first message without chunks says that calls may name it. Once
+        the caller has sent its last message, the feed ends with the calls that it has. Errors: INVALID_ARGUMENT for a feed without
+        an id of its own, UNAVAILABLE for a verifier that stops.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -89,8 +89,9 @@ class ChunkFeedStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ChunkFeedAsyncStub: ...
     Follow: _grpc.StreamStreamMultiCallable[_generation_pb2.FollowRequest, _generation_pb2.FedChunks]
-    """Streams chunks of the Generate calls that name the feed, until it is cancelled. A first message without chunks says that
-    calls may name it. Errors: INVALID_ARGUMENT for a feed without an id, UNAVAILABLE for a verifier that stops.
+    """Streams chunks of the Generate calls that name the feed. A first message without chunks says that calls may name it. Once
+    the caller has sent its last message, the feed ends with the calls that it has. Errors: INVALID_ARGUMENT for a feed without
+    an id of its own, UNAVAILABLE for a verifier that stops.
     """
 
 @_typing.type_check_only
@@ -99,8 +100,9 @@ class ChunkFeedAsyncStub(ChunkFeedStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Follow: _aio.StreamStreamMultiCallable[_generation_pb2.FollowRequest, _generation_pb2.FedChunks]  # type: ignore[assignment]
-    """Streams chunks of the Generate calls that name the feed, until it is cancelled. A first message without chunks says that
-    calls may name it. Errors: INVALID_ARGUMENT for a feed without an id, UNAVAILABLE for a verifier that stops.
+    """Streams chunks of the Generate calls that name the feed. A first message without chunks says that calls may name it. Once
+    the caller has sent its last message, the feed ends with the calls that it has. Errors: INVALID_ARGUMENT for a feed without
+    an id of its own, UNAVAILABLE for a verifier that stops.
     """
 
 class ChunkFeedServicer(metaclass=_abc_1.ABCMeta):
@@ -112,8 +114,9 @@ class ChunkFeedServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_generation_pb2.FollowRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.FedChunks], _abc.AsyncIterator[_generation_pb2.FedChunks]]:
-        """Streams chunks of the Generate calls that name the feed, until it is cancelled. A first message without chunks says that
-        calls may name it. Errors: INVALID_ARGUMENT for a feed without an id, UNAVAILABLE for a verifier that stops.
+        """Streams chunks of the Generate calls that name the feed. A first message without chunks says that calls may name it. Once
+        the caller has sent its last message, the feed ends with the calls that it has. Errors: INVALID_ARGUMENT for a feed without
+        an id of its own, UNAVAILABLE for a verifier that stops.
         """
 
 def add_ChunkFeedServicer_to_server(servicer: ChunkFeedServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -82,7 +82,10 @@ class ChunkFeeds(ChunkFeedServicer):
     async def Follow(  # type: ignore[override]  # noqa: N802 - a coroutine that writes is cancelled at once
         self, request_iterator: AsyncIterator[generation_pb2.FollowRequest], context: Any
     ) -> None:
-        """Write what the feed takes. Raises InvalidRequest for one without an id of its own, Unavailable after `close`."""
+        """Write what the feed takes, until no further call can name it.
+
+        Raises InvalidRequest for a feed without an id of its own, Unavailable after `close`.
+        """
         first = await anext(request_iterator, generation_pb2.FollowRequest())
         if not first.feed_id or first.feed_id in self._feeds:
             raise InvalidRequest("the first message of a feed names its id, which no other feed has")
@@ -90,14 +93,17 @@ class ChunkFeeds(ChunkFeedServicer):
             raise Unavailable("this verifier is stopping")
         feed = self._feeds[first.feed_id] = RouterFeed()
         reader = asyncio.create_task(_end_slow_calls(request_iterator, feed))
+        reader.add_done_callback(lambda _: feed.has_news.set())
         try:
             await context.write(generation_pb2.FedChunks())
-            while not self._is_stopping or feed.calls:
+            while feed.calls or not (self._is_stopping or reader.done()):
                 await feed.has_news.wait()
                 feed.has_news.clear()
                 while number := min(len(feed.pending), MAX_PER_MESSAGE):
                     chunks = [feed.pending.popleft() for _ in range(number)]
                     await context.write(generation_pb2.FedChunks(chunks=chunks))
+            if reader.done():
+                reader.result()  # raises for a message that cannot be read
         finally:
             del self._feeds[first.feed_id]
             feed.calls.clear()

@@ -24,7 +24,7 @@ from tests.support.services.forks import forked_services
 NUM_MESSAGES, MAX_CHANGES, MAX_SIZE = 500, 40_000, 2000
 METHODS = (
     "router Generation/Generate", "router Generation/ListModels", "verifier Generation/Generate", "verifier Worker/Status",
-    "verifier Health/Check", "draft Draft/Describe", "draft Draft/Speculate",
+    "verifier ChunkFeed/Follow", "verifier Health/Check", "draft Draft/Describe", "draft Draft/Speculate",
 )  # fmt: skip
 TARGET = draft_pb2.TargetInfo(target_fingerprint="a", features_fingerprint="b")
 

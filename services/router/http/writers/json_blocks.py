@@ -38,8 +38,8 @@ _dumps = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=lis
 
 def num_values(value: object) -> int:
     """Estimate how many values JSON has; those of a list by its first entries."""
-    if isinstance(value, dict):
-        inner = [each for each in value.values() if isinstance(each, _HOLDERS)]
+    if type(value) is dict:
+        inner = [each for each in value.values() if type(each) in _HOLDERS]
         return 1 + len(value) - len(inner) + sum(map(num_values, inner))
     if isinstance(value, _LISTS):
         return 1 + len(value) * max(map(num_values, value[:4]), default=0)

@@ -214,6 +214,16 @@ async def test_feeds_end_with_their_calls_when_a_verifier_stops() -> None:
         assert await again.code() is grpc.StatusCode.UNAVAILABLE
 
 
+async def test_a_feed_ends_when_its_caller_names_no_more_calls() -> None:
+    async with connected(Verifier()) as channel:
+        follow = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
+        await follow.write(generation_pb2.FollowRequest(feed_id="f"))
+        await follow.read()
+        await follow.done_writing()
+        assert await follow.read() is grpc.aio.EOF
+        assert await follow.code() is grpc.StatusCode.OK
+
+
 @pytest.mark.parametrize("feed_id", ["", "f"])
 async def test_a_feed_needs_an_id_of_its_own(feed_id: str) -> None:
     async with connected(Verifier()) as channel:
