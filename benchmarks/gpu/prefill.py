@@ -86,7 +86,7 @@ def measure_chunk(
     """Return one chunk in scattered slots."""
     segment = make_segment(rows, cached, target.vocab_size)
     packed, *tiled = [with_tiles(backend, height).pack([segment]) for height in (0, *TILES)]
-    num_kv, width, _ = target.kv_shapes[0]
+    num_kv, width = target.kv_shapes[0][:2]
     heads, half = num_kv * target.heads_per_kv, target.dtype
     query = torch.randn(rows, heads, width, dtype=half, device=target.device)
     keys, values = kv_cache.keys[0], kv_cache.values[0]

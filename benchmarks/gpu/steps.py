@@ -245,7 +245,7 @@ def _step(backend: ForwardBackend, segments: list[Segment], kv_cache: KVCache) -
 
 def _layer(backend: ForwardBackend, target: TargetModel, segments: list[Segment], kv_cache: KVCache) -> Any:
     packed: PackedInputs = backend.pack(segments)
-    num_kv, width, _ = target.kv_shapes[0]
+    num_kv, width = target.kv_shapes[0][:2]
     shape = (len(packed.tokens), num_kv * target.heads_per_kv, width)
     query = torch.randn(shape, dtype=target.dtype, device=target.device)
     return lambda: attend(query, kv_cache.keys[0], kv_cache.values[0], packed, width**-0.5)

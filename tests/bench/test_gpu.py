@@ -54,7 +54,6 @@ class Clock:
         return self.moment
 
 
-@pytest.mark.nightly
 def test_a_run_reports_every_stage_with_cost_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "run_tests", lambda part: None)
     monkeypatch.setattr(offline, "LONG_PROMPT_TOKENS", 40)
