@@ -1,5 +1,7 @@
 """Captured draft trees on a GPU: capture at real sizes, and how often a draft waits for the device."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ from tests.support.devices.emulated_graphs import METHODS
 from tests.support.devices.waits import recorded_waits
 from tests.support.runs import assert_plain, run
 from tests.support.tiny import build_engine, fixed_config, write_small
+from tests.support.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.support.tiny_medusa_hydra import tiny_heads
+from tests.support.tiny_mtp import tiny_mtp_module
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -57,13 +61,24 @@ def test_a_cuda_graph_round_syncs_with_the_device_once(head: EagleHead) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_outputs_equal_the_plain_cpu_loop(method: str, tiny_target: str, tiny_head: str) -> None:
-    name = method.partition("-")[0]
-    others = {"eagle1": f"{tiny_head}/eagle1", "eagle2": f"{tiny_head}/eagle1", "eagle3": tiny_head}
-    others["sps"] = write_small(tiny_target)
-    folder = others.get(method) or tiny_heads(method.removesuffix("-dynamic"), tiny_head)
+    name, folder = method.partition("-")[0], folder_of(method, tiny_target, tiny_head)
     tree, config = TreeConfig(12, 4, 4), DraftingConfig(max_kv_tokens=2048, cuda_graph_max_batch=4)
     drafter = DraftHead(folder, name).build_drafter(tiny_target, "float32", "cuda", tree, config)
     fuser = DraftHead(folder, name).build_fuser(tiny_target, "float32", "cuda")
     engine = build_engine(tiny_target, fuser, "float32", "cuda", fixed_config(max_kv_tokens=1024), tree, drafter)
     requests = [Request(f"{i}", (7, 8, 9 + i), SamplingParams(20, 0.45 * i, seed=i, ignore_eos=True)) for i in range(3)]
     assert_plain(tiny_target, requests, run(engine, requests))
+
+
+def folder_of(method: str, target: str, head: str) -> str:
+    """A tiny head of a method."""
+    if method.startswith("eagle"):
+        return head if method == "eagle3" else f"{head}/eagle1"
+    if method.startswith(("dspark", "dflash")):
+        return tiny_block_head(method, target)
+    own = {
+        "peagle": partial(tiny_peagle_head, head),
+        "mtp": partial(tiny_mtp_module, target),
+        "sps": partial(write_small, target),
+    }
+    return own.get(method, partial(tiny_heads, method.removesuffix("-dynamic"), head))()

@@ -174,7 +174,8 @@ def attend_slots(
         q = query.transpose(0, 1).reshape(1, keys.shape[1], -1, width)
         k, v = (rows[None].transpose(1, 2) for rows in _gather_both(keys, values, group, query.dtype))
         sinks = _sink_of_rows(sinks, keys.shape[1], num_rows)
-        return masked_attention(q, k, v, bias, scaling, softcap, sinks).view(num_heads, num_rows, -1).transpose(0, 1)
+        attended = masked_attention(q, k, v, bias, scaling, softcap, sinks)  # of any layout
+        return attended.reshape(num_heads, num_rows, -1).transpose(0, 1)
     attend_rows = packed.attend or attend
     return attend_rows(query, keys, values, packed, scaling, window, softcap, sinks)
 
