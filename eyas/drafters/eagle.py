@@ -194,7 +194,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         pairs = [new_rows(c, own, n, True) for c, own, n in zip(commits, self._prefix_slots(commits), counts, strict=True)]
         prefixes = self._prefix_slots(contexts)
         segments = [*pairs, *(self._segment(*each) for each in zip(rows, prefixes, strict=True))]
-        device, true = self.draft_ids.device, [self._features(commits)] if commits else []
+        device = self.draft_ids.device
+        true = [self._features(commits)] if commits else []
         features = torch.cat([*true, *(on_host(own.features) for own in rows)])
 
         def run() -> tuple[Tensor, Ranked]:
@@ -249,7 +250,8 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
         Returns the state [S, H] behind each session's last pair.
         """
-        features, counts = self._features(contexts), list(map(num_features, contexts))
+        features = self._features(contexts)
+        counts = list(map(num_features, contexts))
         attends = self._head.rows_in_slots or self._head.config.num_layers > 1
         if self._compiled and (attends or sum(counts) <= MAX_COMPILED_PAIRS):
             pairs = zip(contexts, self._prefix_slots(contexts), counts, strict=True)

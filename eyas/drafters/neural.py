@@ -105,7 +105,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.chain_graphs: ChainGraphs | None = None
         self._extend_graphs: ExtendGraphs | None = None
         self._path_masks: PathMasks | None = None
-        self._dtype, self._feature_size = torch.float32, 0
+        self._dtype = torch.float32
+        self._feature_size = 0
         name = config.emulated_device
         self.device = emulated_device(name, draft_ids.device) if name else None
 

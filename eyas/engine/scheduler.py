@@ -194,7 +194,8 @@ class Scheduler:
 
         sizes: most nodes and levels by request id; a lone root for the others.
         """
-        budgets, most_levels = list[TreeBudget](), self._tree.num_steps
+        budgets = list[TreeBudget]()
+        most_levels = self._tree.num_steps
         made = dict[tuple[int, int], TreeBudget]()  # most sequences share one
         for sequence in sequences:
             nodes, depth = sizes.get(sequence.request.id, NO_TREE)
@@ -321,7 +322,8 @@ class Scheduler:
         """
         slots, self._step_slots = self._step_slots, self.cache.no_slots
         counts = np.array([len(scheduled.slots) for scheduled in batch], np.int64)
-        starts, lengths = counts.cumsum() - counts, outputs.ends.copy()
+        starts = counts.cumsum() - counts
+        lengths = outputs.ends.copy()
         lengths[1:] -= outputs.ends[:-1]
         is_kept = np.zeros(len(slots), np.bool_)
         is_kept[np.repeat(starts, lengths) + outputs.nodes] = True

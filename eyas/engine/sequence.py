@@ -213,12 +213,15 @@ class Chunks(SequenceOf[Chunk]):
 
     @cached_property
     def _chunks(self) -> list[Chunk]:
-        chunks, outputs = list(self.last), self.outputs
+        chunks = list(self.last)
+        outputs = self.outputs
         if outputs is None:
             return chunks
-        levels, ends = outputs.levels.tolist(), [0, *outputs.ends.tolist()]
+        levels = outputs.levels.tolist()
+        ends = [0, *outputs.ends.tolist()]
         for number, tokens, reason, prompt_logprobs, num_cached in self.emitted:
-            request, tree, step = self.batch[number].sequence.request, self.batch[number].tree, None
+            request, tree = self.batch[number].sequence.request, self.batch[number].tree
+            step = None
             num_drafted = min(len(tokens), ends[number + 1] - ends[number] - 1)
             if tree is not None:
                 details = None

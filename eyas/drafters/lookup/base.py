@@ -194,7 +194,8 @@ def _first_banned(matches: Matches, contexts: Sequence[DraftContext]) -> Ints:
     is_banned_MD = np.zeros((len(matches.sessions), depth + 1), np.bool_)
     is_banned_MD[:, depth] = True
     for session in {session for session, context in enumerate(contexts) if context.logit_biases}:
-        rows, bans = np.flatnonzero(matches.sessions == session), bans_of(contexts[session])
+        rows = np.flatnonzero(matches.sessions == session)
+        bans = bans_of(contexts[session])
         for level in range(depth):
             banned = [token for token, num_levels in bans.items() if num_levels > level]
             is_banned_MD[rows, level] = np.isin(matches.tokens[rows, level], banned)
@@ -307,8 +308,9 @@ def match_steps(trie: Trie, matches: Matches, rates: Sequence[HitRates]) -> Real
 
     rates: of each session.
     """
-    log_rates, least = np.stack([own.logs() for own in rates]), rates[0].lengths.start
-    lengths = np.minimum(matches.matched[trie.matches] - least + trie.depths, log_rates.shape[1] - 1)
+    log_rates = np.stack([own.logs() for own in rates])
+    places = matches.matched - rates[0].lengths.start
+    lengths = np.minimum(places[trie.matches] + trie.depths, log_rates.shape[1] - 1)
     steps: Reals = trie.log_shares() + log_rates[trie.sessions, lengths]
     return steps
 
