@@ -81,13 +81,14 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         dtype, device = head.dtype, head.draft_ids.device
         self._head = head
         sizes = HeadSizes(head.num_heads, shapes[0].num_heads, shapes[0].width)
-        plan = partial(plan_tree_slots, sizes, dtype, device, head.max_model_len, max_batch=config.cuda_graph_max_batch)
         slots = None
         if head.num_modules == 1 and not shapes[0].is_latent:  # no kernel attends to latents
-            slots = plan(self._widths(tree, static_tree), capture=capture, visible=self._visible(tree))
+            widths, batch = self._widths(tree, static_tree), config.cuda_graph_max_batch
+            visible = self._visible(tree)
+            slots = plan_tree_slots(sizes, dtype, device, head.max_model_len, widths, batch, capture, visible)
         compiled = None if slots or static_tree or config.emulated_device else head.compiled
         rows_of_tree = tree.top_k * (tree.num_steps - 1)
-        shares_slots = bool(compiled) or (head.rows_in_slots and not slots)
+        shares_slots = not slots and bool(compiled or head.rows_in_slots)
         num_slots = slots.num_slots if slots else MAX_SHARING_SESSIONS * rows_of_tree if shares_slots else 0
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots + num_grown_slots)
         self.num_grown_slots, self.first_grown_slot = num_grown_slots, self._kv.scratch - num_grown_slots
