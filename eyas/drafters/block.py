@@ -129,7 +129,7 @@ class BlockDrafter(NeuralDrafter[None]):
         """Cache keys and values of all new features in every layer. Trees grow from tokens alone: the states are empty."""
         features = self._features(contexts)
         if self._compiled is None:
-            return self._run_new(contexts, features, self._packed(self._cache_context))
+            return self._run_new(contexts, features, self._cache_context)
         all_slots, counts = self._prefix_slots(contexts), [num_features(context) for context in contexts]
         positions = [np.arange(len(own) - n, len(own)) for own, n in zip(all_slots, counts, strict=True)]
         slots = [own[len(own) - n :] for own, n in zip(all_slots, counts, strict=True)]

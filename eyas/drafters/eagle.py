@@ -259,7 +259,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             rows = [new_rows(context, slots, count, attends=True) for context, slots, count in pairs]
             states = self._run_segments(features, rows)[upload(np.cumsum(counts) - 1, features.device)]
         else:
-            states = self._run_new(contexts, features, self._packed(self._run_pairs), attends)
+            states = self._run_new(contexts, features, self._run_pairs, attends)
         for context, state in zip(contexts, states, strict=True):
             self.sessions[context.session].state = state
         return states

@@ -98,7 +98,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         features = self._features(contexts)
         if self._prefix:
-            return self._run_new(contexts, features, self._packed(partial(self._run_prefix, self._prefix)))
+            return self._run_new(contexts, features, partial(self._run_prefix, self._prefix))
         return features[upload(np.cumsum([num_features(context) for context in contexts]) - 1, features.device)]
 
     def _run_prefix(self, layer: PrefixLayer, features: Tensor, rows: PackedInputs, last: PackedInputs) -> Tensor:

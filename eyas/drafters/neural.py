@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic
 
@@ -65,9 +65,6 @@ log = logging.getLogger(__name__)
 
 # New tokens in a pass from which sessions that have to catch up wait for the next pass: its memory has a bound.
 MAX_NEW_TOKENS = 8192
-
-# Runs new rows of sessions, features [R, H], and returns the states [S, H] of their last ones.
-RowsPass = Callable[[Tensor, Sequence[Segment], Sequence[Segment]], Tensor]
 
 
 class NeuralDrafter(LocalDrafter, Generic[StateT]):
@@ -234,11 +231,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             expansion = self.device.run(self.EXPAND_PASS, num_rows, num_cached, lambda: self._expand(roots, shape))
         return EmulatedExpansion(expansion, self.device, num_cached)
 
-    def _packed(self, run: ExtendPass) -> RowsPass:
-        """Return a pass over packed inputs as one over segments."""
-        return lambda features, rows, last: run(features, self._pack(rows), self._pack(last))
-
-    def _run_new(self, contexts: Sequence[DraftContext], features: Tensor, run: RowsPass, attends: bool = False) -> Tensor:
+    def _run_new(self, contexts: Sequence[DraftContext], features: Tensor, run: ExtendPass, attends: bool = False) -> Tensor:
         """Run the new features of each session by `run`, from a captured graph if one holds them.
 
         attends: whether all rows attend to their prefixes, and not only the last ones.
@@ -246,9 +239,9 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         counts = [num_features(context) for context in contexts]
         slots = [self.sessions[context.session].slots for context in contexts]
         rows = [new_rows(c, own, n, attends) for c, own, n in zip(contexts, slots, counts, strict=True)]
-        last = [last_rows(own, 1) for own in slots]
+        last = [last_row(own) for own in slots]
         found = self._extend_graphs.extend(rows, last, features) if self._extend_graphs else None
-        return run(features, rows, last) if found is None else found
+        return run(features, self._pack(rows), self._pack(last)) if found is None else found
 
     def _pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Return segments for the attention kernel if it runs, otherwise for the plain attention."""
@@ -431,10 +424,10 @@ def new_rows(context: DraftContext, slots: Slots, count: int, attends: bool) -> 
     return Segment(tokens, np.arange(start, len(slots)), slots[start:], prefix, visible, last)
 
 
-def last_rows(slots: Slots, count: int) -> Segment:
-    """Return the last `count` cached rows of a session, as causal rows over all of them."""
-    places = np.arange(len(slots) - count, len(slots))
-    return Segment(places, places, slots[-count:], slots[:-count], None, np.zeros(1, dtype=np.int64))
+def last_row(slots: Slots) -> Segment:
+    """Return the last cached row of a session, which sees all of them."""
+    place = np.array([len(slots) - 1])
+    return Segment(place, place, slots[-1:], slots[:-1], None, np.zeros(1, dtype=np.int64))
 
 
 def split_contexts(contexts: Sequence[DraftContext]) -> list[list[DraftContext]]:
