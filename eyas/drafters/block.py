@@ -112,7 +112,7 @@ class BlockDrafter(NeuralDrafter[None]):
         super().warm_up()
         if self._compiled and self._growth:  # compiled at its first call
             c, words = self._head.config, noise_words([], self._config, 1)
-            blocks = compiled_states(self._head, self._compiled, self._kv, [0], [np.zeros(1, np.int64)])
+            blocks = self._compiled_states(self._compiled, [0], [np.zeros(1, np.int64)])
             place = np.array([self._kv.scratch])
             self._compiled.cache_context(blocks[0, :1].contiguous(), place * 0, place, self._kv)
             logits = self._head.backbone_logits(blocks.contiguous())
@@ -150,10 +150,28 @@ class BlockDrafter(NeuralDrafter[None]):
         if not self._compiled or not self._growth or words is None:
             return super()._grow(contexts, states)
         tokens, shape = [context.tokens[-1] for context in contexts], self._shape(contexts, self._max_expanded)
-        blocks = compiled_states(self._head, self._compiled, self._kv, tokens, self._prefix_slots(contexts))
+        blocks = self._compiled_states(self._compiled, tokens, self._prefix_slots(contexts))
         logits = self._head.backbone_logits(blocks[:, : shape.num_steps].contiguous())
         budgets = [within(context.budget, self.tree) for context in contexts]
         return self._growth.trees(logits, tokens, words, budgets, shape.top_k)
+
+    def _compiled_states(self, compiled: CompiledBackbone, tokens: Sequence[int], prefixes: Sequence[Slots]) -> Tensor:
+        """Compute `block_states` by the kernels of the CPU.
+
+        Args:
+            tokens: the target's ids of the roots.
+            prefixes: slots of each session.
+        """
+        head, none = self._head, NO_SLOTS
+        size = head.config.block_size
+        visible, ahead = np.ones((size, size), np.bool_), np.arange(size)
+        blocks = [
+            Segment(ahead, np.minimum(len(own) + ahead, head.max_model_len - 1), none, own, visible, none)
+            for own in prefixes
+        ]
+        embedded = F.embedding(head.block_tokens(torch.tensor(tokens)).flatten(), head.embed_tokens.weight)
+        states = compiled.run(embedded, blocks, self._kv)
+        return head.drafted_rows(states.view(len(tokens), size, -1))
 
     def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         return self._expansion(block_states(self._head, self._kv, roots)[:, : shape.num_steps], roots.tokens)
@@ -180,25 +198,6 @@ def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
         rows = CopiedBlocks(head, kv, cached, cached.lengths[:, None] + ahead)
     states = head.run(head.block_tokens(roots.tokens).flatten(), rows.positions, rows.attend)
     return head.drafted_rows(states.view(len(roots.tokens), head.config.block_size, -1))
-
-
-def compiled_states(
-    head: BlockHead, compiled: CompiledBackbone, kv: KVCache, tokens: Sequence[int], prefixes: Sequence[Slots]
-) -> Tensor:
-    """Compute `block_states` by the kernels of the CPU.
-
-    Args:
-        tokens: the target's ids of the roots.
-        prefixes: slots of each session.
-    """
-    size, none = head.config.block_size, NO_SLOTS
-    visible, ahead = np.ones((size, size), np.bool_), np.arange(size)
-    blocks = [
-        Segment(ahead, np.minimum(len(own) + ahead, head.max_model_len - 1), none, own, visible, none) for own in prefixes
-    ]
-    embedded = F.embedding(head.block_tokens(torch.tensor(tokens)).flatten(), head.embed_tokens.weight)
-    states = compiled.run(embedded, blocks, kv)
-    return head.drafted_rows(states.view(len(tokens), size, -1))
 
 
 class SlotBlocks:

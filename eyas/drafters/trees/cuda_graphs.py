@@ -325,7 +325,7 @@ class ChainGraphs:
 
     def __init__(self, spec: TreeSpec, config: DraftingConfig, place: RoundPlace) -> None:
         self._spec, self._proposal_top_k = spec, config.proposal_top_k
-        one = float_bits(1.0)
+        one = int(np.float64(1.0).view(np.int64))  # a column has the bits of a real
         self.rounds = place.graphs(self._stages, (0, 0, 0, 0, one, one, one, 0, 0), place.slots.chains)
 
     def warm_up(self) -> None:
@@ -424,8 +424,3 @@ def capture_or_explain(capture: Capture, run: Callable[[], Out]) -> Callable[[],
         raise ConfigError(
             f"the drafter cannot be captured as a CUDA graph, set drafting.cuda_graphs to false: {error}"
         ) from error
-
-
-def float_bits(value: float) -> int:
-    """Return the bits of a float64 as an integer."""
-    return int(np.array(value).view(np.int64))
