@@ -162,12 +162,12 @@ class BlockDrafter(NeuralDrafter[None]):
             tokens: the target's ids of the roots.
             prefixes: slots of each session.
         """
-        head, none = self._head, NO_SLOTS
+        head = self._head
         size = head.config.block_size
         visible, ahead = np.ones((size, size), np.bool_), np.arange(size)
+        positions = [np.minimum(len(own) + ahead, head.max_model_len - 1) for own in prefixes]
         blocks = [
-            Segment(ahead, np.minimum(len(own) + ahead, head.max_model_len - 1), none, own, visible, none)
-            for own in prefixes
+            Segment(ahead, places, NO_SLOTS, own, visible, NO_SLOTS) for places, own in zip(positions, prefixes, strict=True)
         ]
         embedded = F.embedding(head.block_tokens(torch.tensor(tokens)).flatten(), head.embed_tokens.weight)
         states = compiled.run(embedded, blocks, self._kv)
