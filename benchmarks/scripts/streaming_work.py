@@ -299,8 +299,8 @@ def table(found: Sequence[StreamingWork]) -> Table:
     )
     note = (
         "Processor time of the router's process, all threads, for a token of a client, its request included: median and "
-        "range. Events: messages or events with tokens, for a token. The verifier computes nothing and writes a message for "
-        "each chunk. Tokens a second of all clients, while clients, router and verifier share the machine."
+        "range. Events: messages or events with tokens, for a token. The verifier computes nothing; all its calls get their "
+        "next chunk at once. Tokens a second of all clients, while clients, router and verifier share the machine."
     )
     return Table("Router", columns, rows, note)
 
