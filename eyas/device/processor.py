@@ -10,6 +10,8 @@ PROCESSORS = Path("/proc/cpuinfo")
 # Of each half precision, the words for processors that multiply it many times as fast as float32. Vector units
 # (avx512_bf16, avx512_fp16, asimdhp) are at most twice as fast, which gains nothing over float32 passes (decision 0050).
 HALF_UNITS = {"bfloat16": {"amx_bf16", "bf16"}, "float16": {"amx_fp16"}}
+# Units that pay in training, whose products have many rows: twice as fast is enough there.
+TRAINING_UNITS = HALF_UNITS["bfloat16"] | {"avx512_bf16"}
 
 
 @cache
@@ -28,6 +30,12 @@ def converts_halves() -> bool:
 def multiplies_halves(dtype: str) -> bool:
     """Return whether the processor has matrix units for a half precision, see HALF_UNITS."""
     return bool(HALF_UNITS.get(dtype, set()) & _words())
+
+
+@cache
+def trains_in_bfloat16() -> bool:
+    """Return whether large products in bfloat16 take half of the time that they take in float32, or less."""
+    return bool(TRAINING_UNITS & _words())
 
 
 @cache

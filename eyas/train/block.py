@@ -37,8 +37,11 @@ from eyas.train.losses import (
     weighted_mean,
     weighted_sum,
 )
+from eyas.train.start import Samples, low_rank, solve
 
 Metrics = dict[str, Tensor]
+# Of the length of the target's states, for the backbone's at the start: the Markov head knows more then.
+SMALL = 0.4
 
 
 class BlockTrainer(nn.Module):
@@ -52,6 +55,8 @@ class BlockTrainer(nn.Module):
         super().__init__()
         self.head, self.config = head, config
         self.register_buffer("teacher", lm_head[head.draft_ids].contiguous(), persistent=False)
+        self.register_buffer("input_scales", torch.ones(head.fc.in_features))
+        self.input_scales: Tensor
         self.teacher: Tensor
 
     @property
@@ -62,7 +67,13 @@ class BlockTrainer(nn.Module):
         """Return the loss and figures of a batch. seed: of the anchors."""
         c = self.head.config
         anchors, valid = draw_anchors(batch, self.config.num_anchors, c.num_drafted, seed)
-        rows = self.head(states.aux, batch.tokens, anchors, batch.documents, batch.positions)
+        rows = self.head(
+            (states.aux.float() / self.input_scales).to(states.aux.dtype),
+            batch.tokens,
+            anchors,
+            batch.documents,
+            batch.positions,
+        )
         at = anchors[:, :, None] + torch.arange(c.num_drafted, device=anchors.device)
         at = at.clamp(max=batch.tokens.shape[1] - 1).flatten(1)
         previous = batch.tokens.gather(1, at).view(*anchors.shape, -1)
@@ -120,9 +131,28 @@ class BlockTrainer(nn.Module):
             loss = loss + self.config.confidence_weight * confidence
         return {"loss": loss, **metrics}
 
+    @torch.no_grad()
+    def start(self, samples: Samples) -> None:
+        """Start with a fuser that sees all numbers of the states on one scale, and a Markov head that knows which states
+        follow which tokens.
+        """
+        head = self.head
+        self.input_scales.copy_(samples.input_scales)
+        if head.markov_head is None:
+            return
+        head.norm.weight.copy_(samples.scales * SMALL)
+        embedded = head.embed_tokens.weight
+        inputs, final = samples.pairs([(embedded[samples.tokens], 0)], 0)
+        outer, inner = low_rank(solve(inputs, final).weights[0], inputs[0], self.head.config.markov_rank)
+        rank = len(inner)
+        head.markov_head.markov_w1.weight[:, :rank] = embedded @ inner.T
+        head.markov_head.markov_w2.weight[:, :rank] = head.lm_head.weight @ outer
+
     def write(self, folder: Path, dialect: Dialect = "author") -> None:
         """Write the head as a checkpoint in a dialect."""
-        write_block_head(folder, self.head.config, block_tensors(self.head), dialect)
+        tensors = block_tensors(self.head)
+        tensors["fc.weight"] = tensors["fc.weight"] / self.input_scales.cpu()
+        write_block_head(folder, self.head.config, tensors, dialect)
 
 
 def draw_anchors(batch: Batch, count: int, depths: int, seed: int) -> tuple[Tensor, Tensor]:

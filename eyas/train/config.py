@@ -18,18 +18,22 @@ TrainMethod = Literal["dspark", "dflash", "peagle", "eagle1", "eagle3", "eagle3.
 BLOCK_METHODS = ("dspark", "dflash")
 # Methods whose heads have rows of a reserved token.
 MASK_METHODS = (*BLOCK_METHODS, "peagle")
+# Methods that draft every token of the target.
+WHOLE_VOCABULARY = ("eagle1", "draft_model")
 # The drafting method that serves what a training method makes.
 SERVED_BY = {"eagle1": "eagle2", "eagle3.1": "eagle3", "draft_model": "sps"}
 LossType = Literal["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid", "next_token"]
 ConfidenceTarget = Literal["match", "rejection"]
 LossDecay = Literal["exponential", "dpace", "none"]
 Scheduler = Literal["cosine", "wsd", "constant"]
+Start = Literal["least_squares", "random"]
 Precision = Literal["auto", "fp32", "bf16"]
 OptimizerName = Literal["adamw", "muon"]
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 
 
-_LAYERS = {"num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
+_SIZES = {"intermediate_size", "num_attention_heads", "num_key_value_heads"}
+_LAYERS = {"num_hidden_layers"} | _SIZES
 _FEATURES = _LAYERS | {"head_dim", "target_layer_ids", "draft_vocab_size"}
 _DFLASH = _FEATURES | {"block_size", "mask_token_id"}
 _OFFSETS = {"num_heads", "num_head_layers", "draft_vocab_size"}
@@ -43,7 +47,7 @@ HEAD_SETTINGS: Mapping[TrainMethod, set[str]] = {
     "eagle3.1": _FEATURES,
     "medusa": _OFFSETS,
     "hydra": _OFFSETS,
-    "draft_model": _LAYERS | {"hidden_size", "tie_word_embeddings"},
+    "draft_model": _LAYERS | {"hidden_size", "tie_word_embeddings", "init_layers"},
 }
 _ANY_LOSS = {"loss_type", "final_loss_type", "final_loss_ratio"}
 _BLOCK_LOSS = _ANY_LOSS | {
@@ -55,12 +59,12 @@ LOSS_SETTINGS: Mapping[TrainMethod, set[str]] = {
     "dspark": _BLOCK_LOSS | {"confidence_weight", "confidence_target"},
     "dflash": _BLOCK_LOSS,
     "peagle": _ANY_LOSS | {"num_depths", "down_sample_ratio", "chunk_rows"},
-    "eagle1": _ANY_LOSS | {"feature_weight", "noise"},
+    "eagle1": _ANY_LOSS | {"feature_weight", "noise", "vocab_size"},
     "eagle3": _TTT_LOSS,
     "eagle3.1": _TTT_LOSS,
     "medusa": _ANY_LOSS | {"step_decay"},
     "hydra": _ANY_LOSS | {"step_decay"},
-    "draft_model": _ANY_LOSS,
+    "draft_model": _ANY_LOSS | {"vocab_size"},
 }
 
 
@@ -89,6 +93,8 @@ class HeadConfig:
     Attributes:
         num_hidden_layers: decoder layers. 0: 5 for block heads, 4 for P-EAGLE, 1 for EAGLE, 2 for a draft model.
         hidden_size: width of a draft model, by default half of the target's; heads have the target's width.
+        init_layers: layers of the target, from 0, whose copies a draft model has as its own, with the target's embedding and
+            output layer, which stay as they are. Empty makes a Llama with random weights.
         tie_word_embeddings: whether a draft model's output layer is its embedding.
         intermediate_size: width of the MLPs.
         num_attention_heads, num_key_value_heads, head_dim: of attention.
@@ -108,6 +114,7 @@ class HeadConfig:
 
     num_hidden_layers: int = 0
     hidden_size: int = 0
+    init_layers: tuple[int, ...] = ()
     tie_word_embeddings: bool = True
     intermediate_size: int = 0
     num_attention_heads: int = 0
@@ -141,6 +148,8 @@ class LossConfig:
         loss_type: kl and soft_ce: forward KL to the target's distribution; ce: its likeliest token; tv: half the L1
             distance; lk: minus the log of the acceptance under p/q; lk_hybrid: KL and TV mixed by the acceptance;
             next_token: the next token of the data, for draft models alone. The target does not run then.
+        vocab_size: most frequent tokens over which EAGLE-1 and draft models are compared with the target; 0 takes all, -1 as
+            many as cover 99.5 % of the supervised tokens. They draft all tokens all the same.
         final_loss_type: loss of the last steps, such as lk_hybrid for sampled chains; empty keeps loss_type.
         final_loss_ratio: share of the steps that have it.
         loss_decay: weights by depth: exponential (loss_decay_gamma), dpace (dpace_alpha) or none.
@@ -161,6 +170,7 @@ class LossConfig:
     """
 
     loss_type: LossType = "kl"
+    vocab_size: int = 0
     final_loss_type: LossType | Literal[""] = ""
     final_loss_ratio: float = 0.3
     loss_decay: LossDecay = "exponential"
@@ -184,6 +194,7 @@ class LossConfig:
         one_of(LossDecay, loss_decay=self.loss_decay)
         one_of(ConfidenceTarget, confidence_target=self.confidence_target)
         above_zero(loss_decay_gamma=self.loss_decay_gamma, step_decay=self.step_decay)
+        at_least(-1, vocab_size=self.vocab_size)
         at_least(1, num_anchors=self.num_anchors, ttt_steps=self.ttt_steps, num_depths=self.num_depths)
         at_least(0, chunk_rows=self.chunk_rows, confidence_weight=self.confidence_weight, noise=self.noise)
         for name in ("dpace_alpha", "down_sample_ratio", "final_loss_ratio"):
@@ -217,7 +228,8 @@ class OptimizerConfig:
         max_steps: steps of the optimiser; it may change when a run continues.
         batch_size: windows of a process in one pass.
         gradient_accumulation_steps: passes of one optimiser step.
-        precision: of passes; auto takes bf16 on a GPU and fp32 on a CPU. Parameters and optimiser are float32.
+        precision: of passes; auto takes bf16 on a GPU and on a CPU with units for it (AMX, avx512_bf16, Arm's BF16), else
+            fp32. Parameters and optimiser are float32.
     """
 
     name: OptimizerName = "adamw"
@@ -289,6 +301,8 @@ class TrainConfig:
         method: what to train.
         out: folder of the run: checkpoints, log, `best` and `last` heads, card and plot.
         draft_model: head to start from; empty starts from random weights.
+        start: of a new head: least_squares lets EAGLE, Medusa, Hydra and DSpark heads begin with linear predictions of the
+            target's next states, solved from the first windows; random keeps random weights.
         seed: decides all that is random.
         save_every: steps between two checkpoints for resuming.
         log_every: steps between two lines of the log.
@@ -302,6 +316,7 @@ class TrainConfig:
     out: str
     method: TrainMethod = "dspark"
     draft_model: str = ""
+    start: Start = "least_squares"
     data: TrainDataConfig = field(default_factory=TrainDataConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -317,6 +332,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         one_of(TrainMethod, method=self.method)
+        one_of(Start, start=self.start)
         require(bool(self.model), "model is empty; name the folder or hub id of the target")
         require(bool(self.out), "out is empty; name the folder of the run")
         require(bool(self.data.path), "data.path is empty; name the folder that `eyas train prepare` has written")
@@ -336,6 +352,15 @@ class TrainConfig:
         require(
             self.method == "draft_model" or "next_token" not in (self.loss.loss_type, self.loss.final_loss_type),
             f"the loss next_token is for the method draft_model; {self.method} learns what the target says",
+        )
+        require(
+            not self.loss.vocab_size or self.loss.needs_target,
+            f"loss.vocab_size is {self.loss.vocab_size}, but the loss next_token has a say for every token; leave it out",
+        )
+        sizes = {key for key in ("num_hidden_layers", "hidden_size", *_SIZES) if getattr(self.head, key)}
+        require(
+            not self.head.init_layers or not sizes,
+            f"head.init_layers takes layers of the target as they are; leave out head.{min(sizes, default='')}",
         )
 
     @property

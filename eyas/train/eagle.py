@@ -41,6 +41,7 @@ from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_star
 from eyas.train.data import BY_COVERAGE, Batch
 from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, layer_sizes
 from eyas.train.losses import AGREES, CHANCE, row_losses, total_weight, weighted_mean, weighted_sum
+from eyas.train.start import Samples, low_rank, solve, unit_rows
 
 # Keys and values of every step, [N, L - 1, J, d] each.
 Seen = list[tuple[Tensor, Tensor]]
@@ -51,9 +52,10 @@ class EagleTrainer(nn.Module):
 
     Args:
         lm_head: the target's, float32 [V, C].
+        loss_ids: tokens over which EAGLE-1 is compared with the target; the other heads compare what they can draft.
     """
 
-    def __init__(self, parts: EagleParts, lm_head: Tensor, config: LossConfig) -> None:
+    def __init__(self, parts: EagleParts, lm_head: Tensor, config: LossConfig, loss_ids: Tensor) -> None:
         super().__init__()
         head, fuser = parts.head, parts.fuser
         self.head, self.fuser, self.config = head.requires_grad_(True), fuser, config
@@ -63,7 +65,10 @@ class EagleTrainer(nn.Module):
             head.lm_head.requires_grad_(False)
         else:
             fuser.requires_grad_(True)
-        self.register_buffer("teacher", lm_head[head.draft_ids].contiguous(), persistent=False)
+        compared = loss_ids if fuser is None else head.draft_ids
+        self.register_buffer("teacher", lm_head[compared].contiguous(), persistent=False)
+        self.register_buffer("input_scales", torch.ones(len(self.aux_hidden_state_layers) * lm_head.shape[1]))
+        self.input_scales: Tensor
         self.teacher: Tensor
 
     @property
@@ -74,9 +79,10 @@ class EagleTrainer(nn.Module):
         """Return the loss and figures of a batch. seed: of the noise on EAGLE-1's features."""
         tokens, positions, documents = batch.tokens[:, 1:], batch.positions[:, :-1], batch.documents
         aux = states.aux[:, :-1].float()
-        features = aux if self.fuser is None else self.fuser(aux.flatten(0, 1)).view(*tokens.shape, -1)
         if self.fuser is None and self.config.noise:
-            features = features + 2 * self.config.noise * (batch.random(seed, *features.shape[1:]) - 0.5)
+            aux = aux + 2 * self.config.noise * (batch.random(seed, *aux.shape[1:]) - 0.5)
+        aux = aux / self.input_scales
+        features = aux if self.fuser is None else self.fuser(aux.flatten(0, 1)).view(*tokens.shape, -1)
         valid = F.pad(batch.loss_mask, (0, 1))[:, 2:] & (F.pad(documents, (0, 1), value=-1)[:, 2:] == documents[:, :-1])
         attended = _AttentionOverSteps(documents[:, :-1], positions, len(self.head.layers))
         steps = []
@@ -121,13 +127,79 @@ class EagleTrainer(nn.Module):
 
         def losses(rows: Tensor, final: Tensor) -> Tensor:
             teacher = F.linear(final, self.teacher.to(final.dtype))
-            return row_losses(self.head.raw_logits(rows), teacher[:, None], loss_type)
+            # EAGLE-1's output layer is the target's, which is not trained.
+            logits = F.linear(rows, self.teacher) if self.fuser is None else self.head.raw_logits(rows)
+            return row_losses(logits, teacher[:, None], loss_type)
 
         return weighted_sum(losses, (rows, final), weights, self.head, len(self.teacher))
 
+    @torch.no_grad()
+    def start(self, samples: Samples) -> None:
+        """Start as the linear prediction of the next state from the features and the next token.
+
+        EAGLE-1's fc holds it whole, and the layer adds nothing yet. In EAGLE-3 the fuser has the part of the states, which
+        reaches the output as the residual. The part of the token takes the way of attention, as does the correction of the
+        residual in later steps of the training-time test, where it is the prediction of the step before.
+        """
+        layer = self.head.layer(0)
+        embedded = self.head.embedding[samples.tokens]
+        self.input_scales.copy_(samples.input_scales)
+        layer.down.weight.zero_()
+        if self.head.fc is not None:
+            layer.out.weight.zero_()
+            (token, feature), final = samples.pairs([(embedded, 1), (samples.final / self.input_scales, 0)], 1)
+            found = solve([token, feature], final)
+            self.head.fc.weight.copy_(torch.cat(found.weights, -1))
+            self.head.fc.bias.copy_(found.bias)
+            return
+        assert self.fuser is not None
+        assert self.head.norm is not None
+        aux = self.fuser.normed(samples.aux / self.input_scales)
+        scales = samples.scales
+        embedded = unit_rows(embedded)
+        reads = [(embedded, 1), (aux, 0), (embedded, 2), (samples.final / scales, 1)]
+        (token, states, second, state), later = samples.pairs(reads, 2)
+        found = solve([token, states], state)
+        self.fuser.weight.copy_(found.weights[1])
+        # The last norm makes rows as long as predictions are. The output layer has the scales, as its inputs are even then.
+        self.head.norm.fill_(float(found.predictions.square().mean().sqrt()))
+        self.head.lm_head.weight.mul_(scales)
+        # Inputs, residuals and outputs of the first two steps.
+        feature = states @ found.weights[1].T
+        predicted = found.predictions
+        rows = [torch.cat([token, second]), unit_rows(torch.cat([feature, predicted]))]
+        both = solve(rows, torch.cat([state - feature, later / scales - predicted]))
+        c = self.head.config
+        self._let_attention_map(*low_rank(torch.cat(both.weights, -1), torch.cat(rows, -1), c.num_kv_heads * c.head_dim))
+
+    def _let_attention_map(self, outer: Tensor, inner: Tensor) -> None:
+        """Let each row see itself in the first layer, whose values and output layer then multiply to a map, as `low_rank`
+        returns it.
+
+        Queries that equal keys do that, in half of the heads. Keys are of the tokens alone, as states resemble each other.
+        """
+        layer = self.head.layer(0)
+        c = self.head.config
+        width, own = c.head_dim, c.hidden
+        kv, groups = c.num_kv_heads * width, c.num_heads // c.num_kv_heads
+        query, key, value = torch.split(layer.qkv.weight, [c.num_heads * width, kv, kv])
+        key[:, own:] = 0
+        key[:, :own] *= (key.shape[1] / own) ** 0.5
+        value.zero_()
+        value[: len(inner)] = inner
+        layer.out.weight.zero_()
+        seeing = range(max(1, groups // 2))  # of each group of heads that share keys
+        queries, outputs = query.view(c.num_kv_heads, groups, width, -1), layer.out.weight.view(own, -1, groups, width)
+        padded = F.pad(outer, (0, kv - outer.shape[1])).view(own, -1, width)
+        for head in seeing:
+            queries[:, head] = key.view(c.num_kv_heads, width, -1)
+            outputs[:, :, head] = padded / len(seeing)
+
     def write(self, folder: Path) -> None:
         """Write the head in SafeAILab's layout."""
-        write_head(folder, self.head.config, eagle_tensors(self.head, self.fuser, self._own_embedding))
+        tensors = eagle_tensors(self.head, self.fuser, self._own_embedding)
+        tensors["fc.weight"][:, -len(self.input_scales) :] /= self.input_scales.cpu()
+        write_head(folder, self.head.config, tensors)
 
 
 class _AttentionOverSteps:
@@ -234,7 +306,7 @@ def new_eagle_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Ten
     """Return a head with random weights, or with those of config.draft_model; its vocabulary may grow. Raises
     CheckpointError.
     """
-    return EagleTrainer(make_eagle_parts(config, target, draft_ids), target.lm_head, config.loss)
+    return EagleTrainer(make_eagle_parts(config, target, draft_ids), target.lm_head, config.loss, draft_ids)
 
 
 def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> EagleParts:

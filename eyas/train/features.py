@@ -31,7 +31,7 @@ from eyas.models.text_part import auto_class
 from eyas.train.config import HeadConfig
 from eyas.train.data import Batch, Windows
 
-INDEX_FILE = "features.json"
+INDEX_FILE, LAYERS_KEY = "features.json", "aux_hidden_state_layers"
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class OnlineTarget:
         sharded = _load_sharded(resolve(model), device, dtype) if is_sharded else None
         # Bytes of the target's weights that this process has read; None if it has read all of them.
         self.bytes_read = sharded[1] if sharded else None
-        self.model: Any = sharded[0] if sharded else _load_whole(model, dtype)
+        self.model: Any = sharded[0] if sharded else load_whole(model, dtype)
         self._is_sharded = is_sharded
         decoder: Any = self.model.get_decoder()
         self._layers = tuple(layers)
@@ -180,7 +180,7 @@ class OnlineTarget:
         return TargetStates(aux.to(device), final.to(device))
 
 
-def _load_whole(model: str, dtype: torch.dtype) -> Any:
+def load_whole(model: str, dtype: torch.dtype) -> Any:
     """Return transformers' frozen model with all of its weights, in the host's memory. Raises CheckpointError."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -267,19 +267,35 @@ def additive_document_mask(documents: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class StoredFeatures:
-    """States that `store_features` wrote; batches are found by the numbers of their windows. dtype: of what it yields."""
+    """States that `store_features` wrote; batches are found by the numbers of their windows.
+
+    Attributes:
+        dtype: of what it yields.
+        stored: layers that the shards hold, whose states stand side by side.
+        layers: layers that a head reads.
+    """
 
     folder: Path
     shard_windows: int
     dtype: torch.dtype
+    stored: tuple[int, ...]
+    layers: tuple[int, ...]
 
     @classmethod
     def open(cls, folder: Path, windows: Windows, layers: Sequence[int], dtype: torch.dtype) -> StoredFeatures:
-        """Raises ConfigError for features of other windows or layers, and for those of a command that did not end."""
-        index = _read_index(folder, windows, layers)
+        """Raises ConfigError for features of other windows, or without some of the layers, and for those of a command that
+        did not end.
+        """
+        index = _read_index(folder, windows)
         if index is None or not index.get("is_complete"):
             raise ConfigError(f"{str(folder)!r} does not hold all features; run `eyas train features` first, it continues")
-        return cls(folder, index["shard_windows"], dtype)
+        stored = tuple(index[LAYERS_KEY])
+        if missing := sorted({*layers} - {*stored, FINAL_NORM_OUTPUT}):
+            raise ConfigError(
+                f"the features in {folder} are the inputs of the layers {list(stored)}, but the head also reads {missing}; "
+                "store them in another folder, or name layers that are there as head.target_layer_ids, each less 1"
+            )
+        return cls(folder, index["shard_windows"], dtype, stored, tuple(layers))
 
     def states(self, batch: Batch) -> TargetStates:
         from safetensors import safe_open
@@ -291,7 +307,10 @@ class StoredFeatures:
             with explained(problem), safe_open(file, framework="pt") as shard:
                 rows.append([shard.get_slice(name)[place : place + 1] for name in ("aux", "final")])
         aux, final = (torch.cat(parts).to(batch.tokens.device, self.dtype) for parts in zip(*rows, strict=True))
-        return TargetStates(aux, final)
+        if self.layers == self.stored:
+            return TargetStates(aux, final)
+        columns = dict(zip(self.stored, aux.chunk(max(1, len(self.stored)), -1), strict=False)) | {FINAL_NORM_OUTPUT: final}
+        return TargetStates(torch.cat([columns[layer] for layer in self.layers], -1), final)
 
 
 def features_bytes(windows: Windows, num_layers: int, hidden: int) -> int:
@@ -351,23 +370,23 @@ def keeping_saved(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _features_index(windows: Windows, layers: Sequence[int]) -> dict[str, Any]:
-    return {
-        "model": windows.info.model,
-        "max_length": windows.max_length,
-        "windows": windows.digest,
-        "aux_hidden_state_layers": list(layers),
-    }
+def _features_index(windows: Windows, layers: Sequence[int] | None) -> dict[str, Any]:
+    found = {"model": windows.info.model, "max_length": windows.max_length, "windows": windows.digest}
+    return found if layers is None else found | {LAYERS_KEY: list(layers)}
 
 
-def _read_index(folder: Path, windows: Windows, layers: Sequence[int]) -> dict[str, Any] | None:
-    """Return the index of a folder, if it has one. Raises ConfigError for features of other windows or layers."""
+def _read_index(folder: Path, windows: Windows, layers: Sequence[int] | None = None) -> dict[str, Any] | None:
+    """Return the index of a folder, if it has one. Raises ConfigError for features of other windows, or of other layers if
+    any are named.
+    """
     if not (folder / INDEX_FILE).exists():
         return None
     try:
         index: dict[str, Any] = json.loads((folder / INDEX_FILE).read_text())
         if type(index["shard_windows"]) is not int or index["shard_windows"] < 1:
             raise ValueError(f"shard_windows is {index['shard_windows']!r}")
+        if not all(type(layer) is int for layer in index[LAYERS_KEY]):
+            raise ValueError(f"{LAYERS_KEY} is {index[LAYERS_KEY]!r}")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise ConfigError(f"cannot read {folder / INDEX_FILE}: {error}; remove the folder and store them again") from error
     expected = _features_index(windows, layers)

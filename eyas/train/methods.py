@@ -12,19 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from eyas.device.placement import check_device, use_threads
+from eyas.device.processor import trains_in_bfloat16
 from eyas.errors import MissingPackage
 from eyas.models.checkpoint import resolve_placement
 from eyas.models.layers.attention import import_transformers
 from eyas.progress import Show, silent
 from eyas.train.block import new_block_trainer
-from eyas.train.config import MASK_METHODS, SERVED_BY, TrainConfig
+from eyas.train.config import MASK_METHODS, SERVED_BY, WHOLE_VOCABULARY, TrainConfig
 from eyas.train.data import Windows, check_mask_token, check_prepared, draft_vocabulary
 from eyas.train.eagle import new_eagle_trainer
 from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import NoStates, OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
 from eyas.train.multi_head import new_draft_model_trainer, new_hydra_trainer, new_medusa_trainer
 from eyas.train.peagle import new_peagle_trainer
-from eyas.train.trainer import Trainer
+from eyas.train.start import Samples
+from eyas.train.trainer import Trainer, newest_checkpoint
 
 Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
 
@@ -47,7 +49,8 @@ def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) 
     torch.manual_seed(config.seed)
     if config.method in MASK_METHODS and config.head.mask_token_id < 0 and not config.draft_model:
         config = replace(config, head=replace(config.head, mask_token_id=windows.info.mask_token_id))
-    draft_ids = draft_vocabulary(Path(config.data.path), config.head.draft_vocab_size, target.vocab_size)
+    size = config.loss.vocab_size if config.method in WHOLE_VOCABULARY else config.head.draft_vocab_size
+    draft_ids = draft_vocabulary(Path(config.data.path), size, target.vocab_size)
     trainee = TRAINEES[config.method](config, target, draft_ids)
     if config.method in MASK_METHODS:  # of a warm start, the head's own
         check_mask_token(windows, trainee.head.config.mask_token_id)  # type: ignore[union-attr, arg-type]
@@ -74,10 +77,10 @@ def build_online_target(config: TrainConfig, layers: tuple[int, ...]) -> OnlineT
 
 
 def _dtype(config: TrainConfig) -> torch.dtype:
-    """Return the dtype of passes. A CPU takes minutes for a step in bfloat16 that takes seconds in float32."""
+    """Return the dtype of passes. A CPU without units for bfloat16 takes minutes in it for a step of seconds."""
     if config.optimizer.precision == "auto":
         device, _ = resolve_placement(config.device, "auto", config.model)
-        return torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+        return torch.bfloat16 if torch.device(device).type != "cpu" or trains_in_bfloat16() else torch.float32
     return torch.bfloat16 if config.optimizer.precision == "bf16" else torch.float32
 
 
@@ -95,9 +98,18 @@ def build_trainer(config: TrainConfig, show: Show = silent) -> Trainer:
     source = build_source(config, windows, layers)
     if isinstance(source, OnlineTarget):
         source.share_weights(trainee)
+    if can_start(config, trainee):
+        show(f"solving the start of the {config.method} head")
+        trainee.start(Samples.read(source, windows, torch.device("cpu")))  # type: ignore[operator]
     evaluates = config.eval.num_prompts and accelerator.is_main_process
     evaluator = build_evaluator(config, source, str(accelerator.device)) if evaluates else None
     return Trainer(config, trainee, source, windows, accelerator, evaluator)
+
+
+def can_start(config: TrainConfig, trainee: nn.Module) -> bool:
+    """Return whether a head begins with a least-squares start: a new one, of a kind that has it."""
+    is_new = not config.draft_model and newest_checkpoint(Path(config.out)) is None
+    return is_new and config.start == "least_squares" and config.loss.needs_target and hasattr(trainee, "start")
 
 
 def build_evaluator(config: TrainConfig, source: StateSource, device: str) -> Evaluator:

@@ -7,7 +7,9 @@ Legend: N windows, L tokens, S states, M heads, H hidden width, D draft vocabula
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics
 from eyas.train.config import HEAD_SETTINGS, LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import Batch
-from eyas.train.features import TargetStates, TargetWeights, document_mask
+from eyas.train.features import TargetStates, TargetWeights, load_whole
 from eyas.train.losses import (
     AGREES,
     CHANCE,
@@ -33,6 +35,7 @@ from eyas.train.losses import (
     weighted_mean,
     weighted_sum,
 )
+from eyas.train.start import Samples, solve
 
 
 class MultiHeadTrainer(nn.Module):
@@ -102,6 +105,21 @@ class MultiHeadTrainer(nn.Module):
         for weight, bias in zip(self.head.weights, self.head.biases, strict=True):
             x = x + F.silu(F.linear(x, weight[number], bias[number, 0]))
         return F.linear(x, self.head.outputs[number if len(self.head.outputs) > 1 else 0])
+
+    @torch.no_grad()
+    def start(self, samples: Samples) -> None:
+        """Start as linear predictions of later states: in Medusa's output layers, in the first layers of Hydra's heads."""
+        embedded = self.head.embedding[samples.tokens] if isinstance(self.head, HydraHead) else samples.final
+        for number in range(self.head.num_heads):
+            if isinstance(self.head, HydraHead):
+                read = [(samples.final, 0), *((embedded, 1 + place) for place in range(number + 1))]
+                found = solve(*samples.pairs(read, 1 + number))
+                first: Any = self.head.heads[number]
+                first.weights[0].chunk(2)[0].copy_(torch.cat(found.weights, -1))
+                first.biases[0].chunk(2)[0].copy_(found.bias)
+            elif len(self.head.outputs) > 1:
+                found = solve(*samples.pairs([(samples.final, 0)], 1 + number))
+                self.head.outputs[number].copy_(self.head.outputs[number] @ found.weights[0])
 
     def write(self, folder: Path) -> None:
         """Write Medusa heads in vLLM's layout, Hydra's in their authors', with a map of the draft vocabulary."""
@@ -203,12 +221,20 @@ def new_hydra_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Ten
 
 
 class DraftModelTrainer(nn.Module):
-    """A small causal LM of the target's architecture family (Llama), distilled from the target or trained on text."""
+    """A small causal LM, a Llama or some of the target's own layers, distilled from the target or trained on text.
 
-    def __init__(self, model: Any, lm_head: Tensor, config: LossConfig) -> None:
+    Args:
+        lm_head: the target's, float32 [V, H].
+        loss_ids: tokens over which it is compared with the target, int64 [D].
+    """
+
+    def __init__(self, model: Any, lm_head: Tensor, config: LossConfig, loss_ids: Tensor) -> None:
         super().__init__()
         self.model, self.config = model, config
-        self.register_buffer("teacher", lm_head.contiguous(), persistent=False)
+        is_whole = len(loss_ids) == len(lm_head)
+        self.register_buffer("loss_ids", None if is_whole else loss_ids, persistent=False)
+        self.register_buffer("teacher", (lm_head if is_whole else lm_head[loss_ids]).contiguous(), persistent=False)
+        self.loss_ids: Tensor | None
         self.teacher: Tensor
 
     @property
@@ -217,14 +243,15 @@ class DraftModelTrainer(nn.Module):
 
     def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
         """Return the loss and figures of a batch; nothing is random."""
-        mask = document_mask(batch.documents)[:, None] if batch.is_packed else None
         decoder, head = self.model.get_decoder(), self.model.get_output_embeddings()
-        found = decoder(batch.tokens, attention_mask=mask, position_ids=batch.positions, use_cache=False).last_hidden_state
+        # transformers keeps documents apart where positions begin again. A mask would replace the windows of its layers.
+        found = decoder(batch.tokens, attention_mask=None, position_ids=batch.positions, use_cache=False).last_hidden_state
 
         def losses(rows: Tensor, final: Tensor, following: Tensor) -> Tensor:
             if loss_type == "next_token":
                 return next_token_losses(head(rows), following)
-            return row_losses(head(rows), F.linear(final, self.teacher.to(final.dtype)), loss_type)
+            logits = head(rows) if self.loss_ids is None else F.linear(rows, head.weight[self.loss_ids])
+            return row_losses(logits, F.linear(final, self.teacher.to(final.dtype)), loss_type)
 
         rows, weights = (found[:, :-1], states.final[:, :-1], batch.tokens[:, 1:]), batch.loss_mask[:, 1:].float()
         total, table = weighted_sum(losses, rows, weights, head, len(self.teacher))
@@ -238,7 +265,10 @@ class DraftModelTrainer(nn.Module):
 
 
 def new_draft_model_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> DraftModelTrainer:
-    """Return a random small Llama with the target's vocabulary, or config.draft_model. Raises CheckpointError."""
+    """Return config.draft_model, layers of the target, or a random small Llama with the target's vocabulary.
+
+    draft_ids: tokens of the loss. Raises CheckpointError.
+    """
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     if config.draft_model:
@@ -246,7 +276,9 @@ def new_draft_model_trainer(config: TrainConfig, target: TargetWeights, draft_id
         model: Any = AutoModelForCausalLM.from_pretrained(config.draft_model, dtype=torch.float32)
         sizes = HEAD_SETTINGS["draft_model"]
         check_warm_start(config, {key: getattr(model.config, key, None) for key in sizes})
-        return DraftModelTrainer(model, target.lm_head, config.loss)
+        return DraftModelTrainer(model, target.lm_head, config.loss, draft_ids)
+    if config.head.init_layers:
+        return DraftModelTrainer(_some_layers(config), target.lm_head, config.loss, draft_ids)
     h, t = config.head, target.config
     hidden, heads = h.hidden_size or target.hidden // 2, h.num_attention_heads or int(t["num_attention_heads"])
     made = LlamaConfig(
@@ -256,4 +288,33 @@ def new_draft_model_trainer(config: TrainConfig, target: TargetWeights, draft_id
         max_position_embeddings=int(t["max_position_embeddings"]), tie_word_embeddings=h.tie_word_embeddings,
         bos_token_id=t.get("bos_token_id"), eos_token_id=t.get("eos_token_id"), pad_token_id=t.get("pad_token_id"),
     )  # fmt: skip
-    return DraftModelTrainer(LlamaForCausalLM(made), target.lm_head, config.loss)
+    return DraftModelTrainer(LlamaForCausalLM(made), target.lm_head, config.loss, draft_ids)
+
+
+def _some_layers(config: TrainConfig) -> Any:
+    """Return a model of the target's family with head.init_layers of its layers, whose embedding and output layer are not
+    trained.
+
+    Raises CheckpointError, and ConfigError for layers that the target does not have.
+    """
+    layers = config.head.init_layers
+    whole = load_whole(config.model, torch.float32)
+    own = copy.deepcopy(whole.config)
+    if len(set(layers)) < len(layers) or not all(0 <= layer < own.num_hidden_layers for layer in layers):
+        raise ConfigError(
+            f"head.init_layers is {list(layers)}; the target has the layers 0 to {own.num_hidden_layers - 1}, once each"
+        )
+    own.num_hidden_layers = len(layers)
+    if kinds := getattr(own, "layer_types", None):
+        own.layer_types = [kinds[layer] for layer in layers]
+    model = type(whole)(own)
+    places = {f"layers.{layer}.": f"layers.{place}." for place, layer in enumerate(layers)}
+    tensors = {}
+    for name, tensor in whole.state_dict().items():
+        found = re.search(r"\blayers\.\d+\.", name)
+        if found is None or found[0] in places:
+            tensors[name if found is None else name.replace(found[0], places[found[0]])] = tensor
+    model.load_state_dict(tensors)
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        module.requires_grad_(False)
+    return model

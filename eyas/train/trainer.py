@@ -35,6 +35,11 @@ KEPT_CHECKPOINTS = 2
 EVALUATION_SHARE = 0.1
 
 
+def newest_checkpoint(out: Path) -> Path | None:
+    """Return the checkpoint from which a run in this folder continues."""
+    return max((out / CHECKPOINTS).glob("step-*.pt"), default=None)
+
+
 class Trainee(Protocol):
     """A head with its loss, an nn.Module. Parameters that need gradients are trained."""
 
@@ -99,6 +104,11 @@ class Trainer:
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
         return {name: parameter for name, parameter in self.trainee.named_parameters() if parameter.requires_grad}
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps of the head, by name: parameters that are trained, and the scales of its inputs."""
+        return {**self.trained, **{name: own for name, own in self.trainee.named_buffers() if name == "input_scales"}}
 
     def run(self) -> Progressed:
         """Train to the end. Raises ConfigError if a loss is not finite, for a full disk, and for a changed configuration."""
@@ -265,7 +275,7 @@ class Trainer:
                 "data": self.windows.digest,
                 "num_processes": self.accelerator.num_processes,
                 "progress": asdict(self.progress),
-                "parameters": {name: parameter.detach().cpu() for name, parameter in self.trained.items()},
+                "parameters": {name: tensor.detach().cpu() for name, tensor in self.kept.items()},
                 "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
                 "schedulers": [scheduler.state_dict() for scheduler in self.schedulers],
             }
@@ -277,7 +287,7 @@ class Trainer:
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, or begin if there is none; what the log says beyond it is cut off."""
-        newest = max((self._out / CHECKPOINTS).glob("step-*.pt"), default=None)
+        newest = newest_checkpoint(self._out)
         if newest is not None:
             self._restore(newest)
         log = self._out / LOG_FILE
@@ -308,8 +318,8 @@ class Trainer:
                 f"processes ({count}), or name another `out` and this run's `last` as draft_model"
             )
         with torch.no_grad():
-            for name, parameter in self.trained.items():
-                parameter.copy_(state["parameters"][name])
+            for name, tensor in self.kept.items():
+                tensor.copy_(state["parameters"][name])
         for parts, key in ((self._optimizers, "optimizers"), (self.schedulers, "schedulers")):
             for part, saved in zip(parts, state[key], strict=True):
                 part.load_state_dict(saved)

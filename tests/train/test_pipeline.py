@@ -21,6 +21,7 @@ from eyas import LLM, SamplingParams
 from eyas.cli.main import app
 from eyas.config import TreeConfig
 from eyas.errors import ConfigError
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.config import EvalConfig
 from eyas.train.data import DocumentReader, Windows, prepare, read_prepared
 from eyas.train.evaluate import Evaluator, heldout_prompts
@@ -327,3 +328,18 @@ def test_a_run_that_continues_measures_along_the_same_text(folder: Path) -> None
     second.written.update(first.written)
     assert second.measure(head) == found
     assert second.written_share == first.written_share
+
+
+def test_heads_read_some_of_the_stored_layers(folder: Path, tmp_path: Path) -> None:
+    """In their own order, and the final states, which are there for every head."""
+    windows = Windows(folder / "data", 32)
+    out = tmp_path / "features"
+    source = build_online_target(settings(folder, str(folder / "target")), (1, 3))
+    store_features(source, windows, (1, 3), 32, out, list)
+    batch = windows.batch([0, 1])
+    stored = StoredFeatures.open(out, windows, (3, FINAL_NORM_OUTPUT), torch.float32).states(batch)
+    whole = StoredFeatures.open(out, windows, (1, 3), torch.float32).states(batch)
+    assert torch.equal(stored.aux, torch.cat([whole.aux[..., 32:], whole.final], -1))
+    assert torch.equal(stored.final, whole.final)
+    with pytest.raises(ConfigError, match=r"the inputs of the layers \[1, 3\], but the head also reads \[2\]"):
+        StoredFeatures.open(out, windows, (1, 2), torch.float32)

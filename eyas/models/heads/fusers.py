@@ -74,9 +74,14 @@ class LinearFuser(FeatureFuser):
         if self.weight.device.type == "cpu" and self.weight.dtype == torch.float32:
             self._product = PackedProduct(self.weight.detach(), self.bias)
 
+    def normed(self, states: Tensor) -> Tensor:
+        """Return states [..., T * C] as fc reads them."""
+        if self.norms is None:
+            return states
+        return rms_norm(states.view(-1, *self.norms.shape), self.norms, self._eps).view(states.shape)
+
     def forward(self, states: Tensor) -> Tensor:
-        if self.norms is not None:
-            states = rms_norm(states.view(-1, *self.norms.shape), self.norms, self._eps).flatten(1)
+        states = self.normed(states)
         is_packed = self.weight.dtype == torch.float32 and states.device.type == "cpu"
         fused = self._product(states) if self._product and is_packed else F.linear(states, self.weight, self.bias)
         return fused if self.output_norm is None else rms_norm(fused, self.output_norm, self._eps)

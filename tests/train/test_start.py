@@ -1,0 +1,94 @@
+"""Heads begin with linear predictions of the target's next states, and learn less than the whole vocabulary."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from eyas.errors import ConfigError
+from eyas.train.methods import build_trainer
+from eyas.train.multi_head import DraftModelTrainer
+from eyas.train.start import low_rank, solve
+from tests.train.small_runs import prepared, settings, tiny_target
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start")
+    prepared(folder, tiny_target(folder), count=60)
+    return folder
+
+
+def first_loss(folder: Path, out: Path, method: str, start: str, **changes: object) -> float:
+    trainer = build_trainer(settings(folder, str(folder / "target"), method, out=str(out), start=start, **changes))
+    return float(trainer.step()["loss"])
+
+
+@pytest.mark.parametrize("method", ["eagle1", "eagle3", "eagle3.1", "medusa", "hydra", "dspark"])
+def test_a_least_squares_start_is_ahead_of_random_weights(method: str, folder: Path, tmp_path: Path) -> None:
+    found = first_loss(folder, tmp_path / "a", method, "least_squares")
+    assert found < 0.9 * first_loss(folder, tmp_path / "b", method, "random")
+
+
+@pytest.mark.parametrize("method", ["dflash", "peagle"])
+def test_other_methods_keep_random_weights(method: str, folder: Path, tmp_path: Path) -> None:
+    losses = [first_loss(folder, tmp_path / start, method, start) for start in ("least_squares", "random")]
+    assert losses[0] == pytest.approx(losses[1], rel=1 if method == "dflash" else 1e-6)
+
+
+def test_a_linear_map_is_found() -> None:
+    generator = torch.Generator().manual_seed(0)
+    first = torch.randn(400, 3, generator=generator)
+    second = 1e3 * torch.randn(400, 2, generator=generator)
+    weights = torch.randn(4, 3, generator=generator), torch.randn(4, 2, generator=generator)
+    outputs = first @ weights[0].T + second @ weights[1].T + 7
+    found = solve([first, second], outputs)
+    assert torch.allclose(found.predictions, outputs, rtol=0.02, atol=0.02 * float(outputs.std()))
+    assert torch.allclose(found.weights[1], weights[1], rtol=0.02)
+
+
+def test_a_low_rank_map_is_nearest_on_its_inputs() -> None:
+    """On inputs that vary in two directions only, a map of rank 2 is exact."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(200, 2, generator=generator) @ torch.randn(2, 6, generator=generator)
+    weight = torch.randn(5, 6, generator=generator)
+    outer, inner = low_rank(weight, inputs, 2)
+    assert outer.shape == (5, 2)
+    assert torch.allclose(inputs @ inner.T @ outer.T, inputs @ weight.T, atol=1e-2)
+
+
+def test_all_layers_of_the_target_are_the_target(folder: Path, tmp_path: Path) -> None:
+    changes = {"head": {"init_layers": [0, 1, 2, 3]}}
+    trainer = build_trainer(settings(folder, str(folder / "target"), "draft_model", out=str(tmp_path), **changes))
+    assert float(trainer.step()["loss"]) < 1e-6
+    assert isinstance(trainer.trainee, DraftModelTrainer)
+    assert not any("embed" in name or "lm_head" in name for name in trainer.trained)
+
+
+def test_fewer_layers_are_copies_that_learn(folder: Path, tmp_path: Path) -> None:
+    changes = {"head": {"init_layers": [1, 3]}, "optimizer__learning_rate": 3e-3, "optimizer__max_steps": 12}
+    trainer = build_trainer(settings(folder, str(folder / "target"), "draft_model", out=str(tmp_path), **changes))
+    losses = [float(trainer.step()["loss"]) for _ in range(12)]
+    assert losses[-1] < losses[0]
+    trainer.write_head("last")
+    again = build_trainer(
+        settings(folder, str(folder / "target"), "draft_model", out=str(tmp_path / "b"), head={},
+                 draft_model=str(tmp_path / "last"))
+    )  # fmt: skip
+    assert float(again.step()["loss"]) < losses[0]
+
+
+@pytest.mark.parametrize("layers", [[0, 9], [1, 1]])
+def test_layers_that_are_not_there_are_refused(layers: list[int], folder: Path, tmp_path: Path) -> None:
+    config = settings(folder, str(folder / "target"), "draft_model", out=str(tmp_path), head={"init_layers": layers})
+    with pytest.raises(ConfigError, match=r"head\.init_layers is .*; the target has the layers 0 to 3"):
+        build_trainer(config)
+
+
+@pytest.mark.parametrize("method", ["eagle1", "draft_model"])
+def test_losses_may_compare_the_frequent_tokens_alone(method: str, folder: Path, tmp_path: Path) -> None:
+    """Over as many tokens as there are, the loss is that of the whole vocabulary; over few, it is another."""
+    whole, some = (first_loss(folder, tmp_path / f"{size}", method, "random", loss__vocab_size=size) for size in (0, 8))
+    assert some != pytest.approx(whole, rel=1e-3)
+    trainer = build_trainer(settings(folder, str(folder / "target"), method, out=str(tmp_path / "c"), loss__vocab_size=8))
+    assert len(trainer.trainee.teacher) == 8  # type: ignore[arg-type]
