@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,8 +13,9 @@ import torch
 from eyas.bench.report import Spread, Table, number
 from eyas.bench.results import ASSISTED, GENERATE, LOOKUP, PLAIN, Agreement, Run, total_stats
 from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
-from eyas.bench.timing import Contender, EngineContender, GenerateContender, run_in_turn
+from eyas.bench.timing import Contender, EngineContender, GenerateContender, Seconds, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
+from eyas.config.checks import require
 from eyas.device.placement import use_threads
 from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.draft_head import DraftHead
@@ -150,14 +152,11 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     target = load_target(settings.model, settings.dtype, settings.device, passes=passes)
     build = partial(_contender, settings, target, max_kv_tokens)
     timed = {PLAIN: build()} | {spec.name: build(spec) for spec in settings.methods}
-    ranked = [spec for spec in settings.methods if find_method(spec.name).facts.has_probs]
+    ranked = [spec for spec in settings.methods if settings.compares and find_method(spec.name).facts.has_probs]
     plain_ranking = {spec.name: build(spec, DraftingConfig(ranking_temperature=1)) for spec in ranked}
     noisy = ranked if max(settings.temperatures) > 0 else []
     unshared = {spec.name: build(spec, DraftingConfig(shared_noise=False)) for spec in noisy}
-    generate = GenerateContender(settings.model, settings.dtype, target.device)
-    greedy: dict[str, Contender] = {GENERATE: generate, LOOKUP: generate.with_lookup()}
-    if settings.assistant:
-        greedy[ASSISTED] = generate.assisted(settings.assistant)
+    greedy = _generate_contenders(settings, target.device)
     scores: list[MethodScore] = []
     for temperature in settings.temperatures:
         sampling, label = settings.sampling(temperature), f"temperature {temperature:g}"
@@ -193,8 +192,28 @@ def _contender(
         drafter = head.build_drafter(model, dtype, device, tree, one)
         tree = head.resolve_tree(tree)
     own_target = target.with_features(fuser.aux_hidden_state_layers if fuser else ())
-    config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False, draft_budget="fixed")
-    return EngineContender(assemble_engine(own_target, fuser, config, tree, drafter), target.device, drafter)
+    budget = settings.draft_budget
+    config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False, draft_budget=budget)
+    engine = assemble_engine(own_target, fuser, config, tree, drafter)
+    return EngineContender(engine, target.device, drafter, _clock(settings, target.device))
+
+
+def _generate_contenders(settings: MethodsSettings, device: torch.device) -> dict[str, Contender]:
+    """Return transformers' `generate`, with its prompt lookup and the settings' assistant, if it is to be measured."""
+    if not settings.generates:
+        return {}
+    generate = GenerateContender(settings.model, settings.dtype, device, _clock(settings, device))
+    found: dict[str, Contender] = {GENERATE: generate, LOOKUP: generate.with_lookup()}
+    return found | ({ASSISTED: generate.assisted(settings.assistant)} if settings.assistant else {})
+
+
+def _clock(settings: MethodsSettings, device: torch.device) -> Seconds | None:
+    """Return the clock of the settings; None for the usual one. Raises ConfigError for processor time on a GPU."""
+    require(
+        not settings.processor_time or device.type == "cpu",
+        f"processor_time is true, but the device is {device}, whose work no processor's clock shows; leave it out",
+    )
+    return time.process_time if settings.processor_time else None
 
 
 def draw(scores: Sequence[MethodScore], path: Path) -> None:

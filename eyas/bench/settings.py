@@ -113,6 +113,10 @@ class MethodsSettings(BenchSettings):
         prompts: JSON Lines file with token_ids, text or the turns of Spec-Bench (the first is used), and a category or
             task.
         assistant: small model for transformers' assisted generation; empty leaves it out.
+        draft_budget: fixed grows the whole tree in each step; adaptive leaves out what does not pay, as serving does.
+        processor_time: count the seconds that processors work, not those that pass. For busy machines without a GPU.
+        compares: also measure other rankings of nodes, and draws without shared noise.
+        generates: also measure transformers' `generate`, alone and with its prompt lookup.
     """
 
     model: str
@@ -120,9 +124,18 @@ class MethodsSettings(BenchSettings):
     prompts: Path
     num_prompts: int = 20
     assistant: str = ""
+    draft_budget: DraftBudgetPolicy = "fixed"
+    processor_time: bool = False
+    compares: bool = True
+    generates: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        one_of(DraftBudgetPolicy, draft_budget=self.draft_budget)
+        require(
+            self.generates or not self.assistant,
+            f"assistant is {self.assistant}, for transformers' generate, which is not to run; leave one of the two out",
+        )
         require(bool(self.methods and self.temperatures), "give at least one method and one temperature")
         require(self.num_prompts >= 1, f"num_prompts is {self.num_prompts}; it must be at least 1")
 

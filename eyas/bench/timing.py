@@ -46,6 +46,10 @@ NUM_REPEATS = 10
 GREEDY = NoiseKey(seed=0)
 
 
+# A clock.
+Seconds = Callable[[], float]
+
+
 class Contender(Protocol):
     """Something that decodes a batch."""
 
@@ -55,11 +59,18 @@ class Contender(Protocol):
 
 
 class EngineContender:
-    """An Eyas engine, with or without a drafter. drafter: the engine's, if its time is measured."""
+    """An Eyas engine, with or without a drafter.
 
-    def __init__(self, engine: Engine, device: torch.device, drafter: LocalDrafter | None = None) -> None:
+    Args:
+        drafter: the engine's, if its time is measured.
+        clock: seconds; by default those that pass.
+    """
+
+    def __init__(
+        self, engine: Engine, device: torch.device, drafter: LocalDrafter | None = None, clock: Seconds | None = None
+    ) -> None:
         self.engine = engine
-        self.now = partial(now, device)
+        self.now = clock or partial(now, device)
         self._drafter = drafter
 
     @property
@@ -89,8 +100,9 @@ class EngineContender:
 class GenerateContender:
     """`generate` of transformers over a left-padded batch, greedy, with its default attention and cache."""
 
-    def __init__(self, model: str, dtype: str, device: torch.device) -> None:
-        """Raises CheckpointError when transformers cannot load the model."""
+    def __init__(self, model: str, dtype: str, device: torch.device, clock: Seconds | None = None) -> None:
+        """Raises CheckpointError when transformers cannot load the model. clock: as of EngineContender."""
+        self.now = clock or partial(now, device)
         self._model = _load_for_generate(model, dtype, device)
         self._drafting: dict[str, Any] = {}  # options of `generate`
         self._dtype, self._device = dtype, device
@@ -114,14 +126,14 @@ class GenerateContender:
     @torch.inference_mode()
     def run(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> Run:
         assert sampling.temperature == 0, "generate draws other noise than the engine"
-        started = now(self._device)
+        started = self.now()
         longest = max(map(len, prompts))
         ids = self._tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
         mask = self._tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         options = {"max_new_tokens": sampling.max_tokens, **self._drafting}
         out = self._model.generate(input_ids=ids, attention_mask=mask, **options)
         outputs = tuple(map(tuple, out[:, longest:].tolist()))
-        return Run(now(self._device) - started, outputs, GenerationStats())
+        return Run(self.now() - started, outputs, GenerationStats())
 
     def _tensor(self, rows: list[list[int]]) -> Tensor:
         return torch.tensor(rows, device=self._device)

@@ -191,6 +191,14 @@ def methods(
     assistant: Annotated[
         str, typer.Option(help="Small model for transformers' assisted generation, beside the methods.")
     ] = "",
+    draft_budget: Annotated[str, typer.Option(help="fixed trees, adaptive, or auto as serving has it.")] = "fixed",
+    processor_time: Annotated[bool, typer.Option(help="Count the processor's seconds, for busy machines.")] = False,
+    compares: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Also measure other rankings and noise that is not shared.")
+    ] = True,
+    generates: Annotated[
+        bool, typer.Option("--generate/--no-generate", help="Also measure transformers' generate and its prompt lookup.")
+    ] = True,
     temperature: Temperatures = [0.0, 0.6, 1.0],  # noqa: B006
     max_tokens: MaxTokens = 96,
     num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
@@ -208,6 +216,10 @@ def methods(
         prompts=prompts,
         num_prompts=num_prompts,
         assistant=assistant,
+        draft_budget=cast(DraftBudgetPolicy, draft_budget),
+        processor_time=processor_time,
+        compares=compares,
+        generates=generates,
         temperatures=tuple(temperature),
         max_tokens=max_tokens,
         tree=TreeConfig(num_draft_tokens, num_steps, top_k),

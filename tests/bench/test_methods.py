@@ -175,6 +175,22 @@ def test_a_run_writes_a_report_json_and_a_plot(tmp_path: Path, tiny_target: str,
     assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_table_may_be_of_the_methods_alone(tmp_path: Path, tiny_target: str, tiny_head: str) -> None:
+    """As they serve, by the processor's clock, without comparisons."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"token_ids": [4, 5, 6, 7]}))
+    options = f"--model {tiny_target} --prompts {prompts} --max-tokens 4 --out {tmp_path} --method eagle3={tiny_head}"
+    given = [*options.split(), "--draft-budget", "auto", "--processor-time", "--no-compare", "--no-generate"]
+    result = CliRunner().invoke(app, ["bench", "methods", *given, "--temperature", "1"])
+    assert result.exit_code == 0, result.output
+    (file,) = tmp_path.glob("*-methods-*.json")
+    scores = json.loads(file.read_text())["results"]["scores"]
+    assert [score["method"] for score in scores] == ["plain", "eagle3"]
+    assert all(score["identical"]["num_identical"] == 1 and score["other_seconds"] == 0 for score in scores)
+    result = CliRunner().invoke(app, ["bench", "methods", *given, "--assistant", "small"])
+    assert "assistant is small, for transformers' generate, which is not to run" in f"{result.exception}{result.output}"
+
+
 def test_an_unknown_method_is_refused_with_the_known_ones(tmp_path: Path, tiny_target: str) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"token_ids": [5]}))
