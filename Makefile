@@ -28,7 +28,7 @@ MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 # Bytecode is kept: without it every test worker, and every process that a test starts, compiles all modules again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo up bench gemma methods gpu count test every-test nightly nightly-tests test-fast soak chaos fuzz clients ray lint format protos chart docs pictures wheel sbom notes images rehearsal prometheus clean
+.PHONY: help setup demo up bench gemma talks methods gpu count test every-test nightly nightly-tests test-fast soak chaos fuzz clients ray lint format protos chart docs pictures wheel sbom notes images rehearsal prometheus clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' Makefile
@@ -73,6 +73,9 @@ $(CORPUS)/datastore.json: $(READY)
 
 gemma: $(KERNELS) ## fetch Gemma 3 270M, train a head for it in 15 minutes, compare methods with transformers; GEMMA="--minutes 5" for less
 	@$(BIN)/python -m benchmarks.scripts.gemma $(GEMMA)
+
+talks: $(KERNELS) ## train a head of each method for Gemma, compare all methods by Spec-Bench's kinds; TALKS="--questions FILE --tokens 100000" for less
+	@$(BIN)/python -m benchmarks.scripts.talks $(TALKS)
 
 methods: $(KERNELS) $(CORPUS)/datastore.json ## every drafting method over the same prompts, about 15 minutes; writes a dated table and chart to benchmarks/results/
 	@$(BIN)/eyas bench methods --model models/demo/target --prompts models/demo/prompts.jsonl --num-prompts 10 --max-tokens 64 \

@@ -67,7 +67,7 @@ def main(
     head = train(model, work, minutes, text or [library / name for name in TEXT])
     prompts = write_prompts(work / "prompts.jsonl")
     methods = (f"eagle3={head}", f"eagle3+prompt_lookup={head}", "suffix", "prompt_lookup")
-    _eyas(
+    run_eyas(
         *("bench", "methods", f"--model={model}", f"--prompts={prompts}", f"--num-prompts={num_prompts}"),
         *(f"--max-tokens={max_tokens}", "--temperature=0", "--temperature=0.8", f"--out={work}", *TREE),
         *(f"--method={method}" for method in methods),
@@ -111,7 +111,7 @@ def train(model: str, work: Path, minutes: float, text: Sequence[Path]) -> Path:
     check_same(work / "settings.json", {"model": model, "text": [*map(str, text)], "recipe": [*RECIPE]})
     if not (data / "prepared.json").exists():
         exclude = f"--exclude={DEMO / 'heldout_modules.json'}"
-        _eyas("train", "prepare", *map(str, text), f"--model={model}", f"--out={data}", "--max-length=256", exclude)
+        run_eyas("train", "prepare", *map(str, text), f"--model={model}", f"--out={data}", "--max-length=256", exclude)
     settings = (f"model={model}", f"data.path={data}", *RECIPE)
     timing, num_timed = work / "timing", 1 + TIMED_STEPS
     if num_timed not in step_seconds(timing / "log.jsonl"):
@@ -166,10 +166,10 @@ def write_prompts(file: Path) -> Path:
 
 
 def _run(settings: Sequence[str]) -> None:
-    _eyas("train", "run", *(word for setting in settings for word in ("--set", setting)))
+    run_eyas("train", "run", *(word for setting in settings for word in ("--set", setting)))
 
 
-def _eyas(*words: str) -> None:
+def run_eyas(*words: str) -> None:
     """Print and run a command of eyas, which shows its own progress."""
     print(f"\n$ eyas {' '.join(words)}", flush=True)
     if code := subprocess.run([sys.executable, "-m", "eyas.cli", *words]).returncode:
