@@ -37,10 +37,11 @@ TEXT = ("asyncio", "email", "http", "json", "logging", "multiprocessing", "unitt
 # Steps that are timed first, after one that warms up, and the share of the time for steps; evaluations take the rest.
 TIMED_STEPS = 4
 STEP_SHARE = 0.85
-# The recipe: few steps of training-time test and small windows, as few tokens must do.
+# The recipe: few steps of training-time test and small windows, as few tokens must do, and rates that keep the start.
 RECIPE = (
     *("method=eagle3", "data.max_length=256", "loss.ttt_steps=4", "log_every=1"),
-    *("optimizer.learning_rate=0.002", "optimizer.batch_size=2", "save_every=20"),
+    *("optimizer.name=muon", "optimizer.learning_rate=0.0001", "optimizer.muon_learning_rate=0.0005"),
+    *("optimizer.batch_size=2", "save_every=20"),
 )
 # Two cores take hardly longer for eight rows than for one, but three times as long for 24.
 TREE = ("--num-draft-tokens=8", "--num-steps=4", "--top-k=3")
