@@ -20,7 +20,7 @@ from eyas.models.heads.eagle import load_head
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.drafters.trees.test_eagle_trees import commit, session
-from tests.support.devices.emulated_graphs import DEVICE, METHODS, capturing, make
+from tests.support.devices.emulated_graphs import DEVICE, METHODS, capturing, checked_capture, make
 from tests.support.runs import assert_plain, run
 from tests.support.tiny import build_engine, fixed_config
 
@@ -198,6 +198,17 @@ def test_a_head_without_cuda_graph_support_is_rejected(tiny_target: str, tiny_he
     drafter = make("eagle3", tiny_target, tiny_head, SHAPE, CONFIG, fail)
     with pytest.raises(ConfigError, match=r"set drafting\.cuda_graphs to false: operation not permitted"):
         drafter.propose([commit("a", *session(7, 7), 0, 7, GREEDY, BUDGETS[0])])
+
+
+def test_a_replay_that_reads_freed_memory_is_refused() -> None:
+    kept = [torch.zeros(2)]
+
+    def add_to_last_run() -> torch.Tensor:
+        kept[0] = kept[0] + 1
+        return kept[0]
+
+    with pytest.raises(RuntimeError, match="add of a replay would use memory that has been freed"):
+        checked_capture(add_to_last_run)
 
 
 @pytest.mark.parametrize(("count", "least", "size"), [(1, 1, 1), (3, 1, 4), (4, 1, 4), (5, 1, 6), (7, 1, 8), (9, 1, 12)])

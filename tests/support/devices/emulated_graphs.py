@@ -5,7 +5,10 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from eyas.config import DraftingConfig, DraftModelConfig, MedusaConfig, MethodsConfig, TreeConfig
 from eyas.drafters.base import LocalDrafter
@@ -23,7 +26,8 @@ from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
 from eyas.models.heads.mtp import load_mtp_head
 from eyas.models.loading import load_target
-from tests.support.devices.interpreter import run_again
+from tests.support.devices.interpreter import clear_results, run_again
+from tests.support.devices.launches import Launch
 from tests.support.tiny import write_small
 from tests.support.tiny_block import tiny_block_head, tiny_peagle_head
 from tests.support.tiny_medusa_hydra import tiny_heads
@@ -61,10 +65,55 @@ class NoSyncMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class OutsideMemory(TorchDispatchMode):
+    """Notes the memory that a capture finds and uses. A graph keeps only the memory that it allocates itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # By the address of a storage; a weak reference keeps the address from being taken again.
+        self._own: dict[int, StorageWeakRef] = {}
+        self._found: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._take((args, kwargs), func.overloadpacket.__name__)
+        out = func(*args, **(kwargs or {}))
+        for storage in _storages(out):
+            if storage.cdata not in self._found:
+                self._own[storage.cdata] = storage
+        return out
+
+    def take_launch(self, launch: Launch) -> None:
+        """Note the memory of a kernel's arguments."""
+        self._take(launch.arguments, launch.function.__name__)
+        clear_results(launch)
+
+    def _take(self, arguments: Any, name: str) -> None:
+        for storage in _storages(arguments):
+            if storage.cdata not in self._own:
+                self._found.setdefault(storage.cdata, (storage, name))
+
+    def check(self) -> None:
+        """Raises RuntimeError if a replay would use memory that is free once the capture has ended."""
+        if freed := sorted({name for storage, name in self._found.values() if storage.expired()}):
+            raise RuntimeError(f"{', '.join(freed)} of a replay would use memory that has been freed")
+
+
+def _storages(values: Any) -> list[StorageWeakRef]:
+    return [StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
 def checked_capture(run: Callable[[], Out]) -> Callable[[], Out]:
-    """As `run_again`, and refuses what could not be captured."""
-    with NoSyncMode():
-        return run_again(run)
+    """As `run_again`, and refuses what could not be captured or replayed.
+
+    As on CUDA, the function runs once before the capture, so that it must not change what it reads the next time. Memory of
+    the first run is freed.
+    """
+    run_again(run)
+    outside = OutsideMemory()
+    with NoSyncMode(), outside:
+        run_again(run, outside.take_launch)
+    outside.check()
+    return lambda: run_again(run)()  # the second of two runs, as a graph is
 
 
 def capturing() -> Capture:

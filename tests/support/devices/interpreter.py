@@ -16,21 +16,21 @@ Out = TypeVar("Out")
 WRITTEN = ("partials", "sums", "out")
 
 
-def run_again(run: Callable[[], Out]) -> Callable[[], Out]:
-    """A stand-in for a captured graph: runs the same closure again on its static inputs.
-
-    As on CUDA, its kernels do not run during the capture.
-    """
-    with recorded(_clear):
-        run()
-    return run
-
-
-def _clear(launch: Launch) -> None:
+def clear_results(launch: Launch) -> None:
     """Numbers where a kernel would have left some."""
     for name in WRITTEN:
         if isinstance(memory := launch.arguments.get(name), Tensor):
             memory.zero_()
+
+
+def run_again(run: Callable[[], Out], note: Callable[[Launch], None] = clear_results) -> Callable[[], Out]:
+    """A stand-in for a captured graph: runs the same closure again on its static inputs.
+
+    As on CUDA, its kernels do not run during the capture: `note` takes their launches.
+    """
+    with recorded(note):
+        run()
+    return run
 
 
 def fixed_products(patch: pytest.MonkeyPatch) -> None:
