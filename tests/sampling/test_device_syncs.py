@@ -330,6 +330,7 @@ def test_a_wait_for_the_device_is_recorded() -> None:
         lambda: torch.tensor([1], device=x.device),
         lambda: x.to(x.device),
         lambda: bool(x[0]),
+        lambda: mask.__setitem__(x, True),
     ]
     for way in ways:
         with Waits() as waits:
@@ -337,4 +338,6 @@ def test_a_wait_for_the_device_is_recorded() -> None:
         assert len(waits.names) == 1
     with Waits() as waits:
         x[x].masked_fill(mask, 3).to(x.device, non_blocking=True).repeat_interleave(2)
+        mask[x] = mask.new_full((), True)
+        mask[1:] = False
     assert waits.names == []

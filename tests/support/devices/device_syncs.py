@@ -60,9 +60,14 @@ def _copies(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _looks(name: str, args: Any) -> bool:
-    """Whether the host must read an index or a count: a mask, or an index on the host."""
+    """Whether the host must read an index or a count: a mask, or an index on the host; or copy a number to places on the
+    device.
+    """
     if name in ("__getitem__", "__setitem__"):
         parts = args[1] if isinstance(args[1], tuple) else (args[1],)
-        masks = [part for part in parts if isinstance(part, Tensor) and part.dtype == torch.bool]
-        return bool(masks) or any(isinstance(part, list | np.ndarray) for part in parts)
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        if tensors and name == "__setitem__" and not isinstance(args[2], Tensor):
+            return True  # torch makes a tensor of the number on the host, and copies it
+        has_mask = any(part.dtype == torch.bool for part in tensors)
+        return has_mask or any(isinstance(part, list | np.ndarray) for part in parts)
     return (name == "where" and len(args) == 1) or (name == "repeat_interleave" and isinstance(args[1], Tensor))
