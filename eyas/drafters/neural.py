@@ -353,8 +353,12 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         return [self.sessions[context.session].slots for context in contexts]
 
     def _shape(self, contexts: Sequence[DraftContext], top_k: int) -> GrowthShape:
-        """Return the largest shape within the contexts' budgets. A tree of n drafted nodes expands n at most of a level."""
+        """Return the largest shape within the contexts' budgets. A tree of n drafted nodes expands n at most of a level,
+        unless its shape is fixed or a level has slots for `top_k` rows.
+        """
         num_steps = min(self.tree.num_steps, max(context.budget.max_depth for context in contexts))
+        if self._static_tree or (self._slots and self._slots.trees.has_levels):
+            return GrowthShape(num_steps, top_k)
         num_drafted = max(context.budget.max_nodes for context in contexts) - 1
         return GrowthShape(num_steps, max(min(top_k, num_drafted), 1))
 

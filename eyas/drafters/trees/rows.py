@@ -116,6 +116,11 @@ class RowLayout:
         return self.ends[-1]
 
     @property
+    def has_levels(self) -> bool:
+        """Return whether a pass is a level of the trees, each of whose rows is a node."""
+        return self.num_rows > 0 and self.visible is None
+
+    @property
     def stride(self) -> int:
         """M."""
         return -(-self.num_rows // 32)
@@ -287,6 +292,7 @@ class SlotLevels:
     def level(self, level: int, parents: Tensor, tokens: Tensor | None = None) -> SlotLevels:
         """Add the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
         layout = self.rows.layout
+        assert parents.shape[1] == layout.widths[level - 1], "a level has as many rows as its layout"
         # A row sees what its parent sees, and itself: one "or" of mask words for each level.
         masks = layout.own_bits[layout.ends[level - 1] : layout.ends[level]].expand(self.rows.sessions, -1, -1)
         if self.masks is not None:

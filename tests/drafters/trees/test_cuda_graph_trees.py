@@ -93,6 +93,22 @@ def test_a_round_grows_only_levels_that_budgets_can_use(method: str, tiny_target
     assert [count - counts[-2] for count in counts[1:]] == [2, 1, 0, 0, 1], "the first round captures"
 
 
+@pytest.mark.parametrize("allowed", [b"", b"\xff" * 6], ids=["eager", "grammar"])
+@pytest.mark.parametrize("method", ["eagle1", "eagle3", "mtp", "sps"])
+def test_rows_in_slots_grow_without_a_graph_too(method: str, allowed: bytes, tiny_target: str, tiny_head: str) -> None:
+    """As on CUDA where nothing is captured, and beside graphs for grammars: levels are wider than small budgets can use."""
+    drafter, plain = (make(method, tiny_target, tiny_head, SHAPE, CONFIG, way) for way in (capturing(), None))
+    if not allowed:
+        drafter.graphs = drafter.chain_graphs = None  # type: ignore[attr-defined]
+    for number, budget in enumerate((*BUDGETS, TreeBudget(3, 9))):
+        tokens, features = session(number, 9)
+        first = commit(f"{number}", tokens, features, 0, 9, NOISED, budget)._replace(allowed=allowed)
+        (tree,) = assert_same(drafter, plain, [first])
+        accepted = [tree.tokens[node] for node in tree.path(len(tree) - 1)[1:]]  # a draft model keeps their rows
+        further = first._replace(start_position=9, tokens=(*accepted, 7), features=features[: len(accepted) + 1])
+        assert_same(drafter, plain, [further])
+
+
 def test_growing_sessions_replay_one_captured_graph(tiny_target: str, tiny_head: str) -> None:
     captures: list[int] = []
 

@@ -80,7 +80,7 @@ def test_ties_go_to_the_lowest_token(tied: tuple[str, str]) -> None:
         assert_same(tree, expected, tokens[-1])
 
 
-@pytest.mark.parametrize(("nodes", "depth"), [(26, 5), (12, 5), (40, 2), (2, 1)])
+@pytest.mark.parametrize(("nodes", "depth"), [(26, 5), (12, 5), (40, 2), (2, 1), (3, 5)])
 def test_a_small_budget_keeps_the_best_of_the_static_tree(nodes: int, depth: int, tiny_target: str, tiny_head: str) -> None:
     head = f"{tiny_head}/eagle1"
     for (tokens, features), tree in propose(make("eagle1", tiny_target, head), NoiseKey(0), TreeBudget(nodes, depth)):
