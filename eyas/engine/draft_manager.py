@@ -37,8 +37,6 @@ class DraftManager:
 
     A sequence without an answer has no tree: a failed drafter is no error. Sequences whose step it failed get no more trees,
     as what it has of them may be what it fails on.
-
-    needs: of the drafter; they do not change.
     """
 
     def __init__(self, drafter: Drafter | None, runner: ModelRunner, rule: AcceptanceRule) -> None:
@@ -48,7 +46,6 @@ class DraftManager:
                 f"engine.acceptance is rejection, but {type(drafter).__name__} cannot sample trees from its own "
                 "distribution; set engine.acceptance to match, or use a drafter that can"
             )
-        self.needs = DrafterNeeds() if drafter is None else drafter.needs
         self._drafter = drafter
         self._rule = rule
         self._runner = runner
@@ -65,6 +62,11 @@ class DraftManager:
         """Let a drafter in this process prune its trees by grammars while they grow."""
         if isinstance(self._drafter, LocalDrafter):
             self._drafter.use_path_masks(path_masks)
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        """Return what the drafter needs now: a pool of drafters elsewhere needs what those that are connected do."""
+        return DrafterNeeds() if self._drafter is None else self._drafter.needs
 
     @property
     def is_awaited(self) -> bool:
@@ -130,15 +132,16 @@ class DraftManager:
     ) -> None:
         wanted = [(s, budget) for s, budget in zip(sequences, budgets, strict=True) if s.prefilling or budget.wants_tree]
         if wanted:
+            needs = drafter.needs
             requested = [sequence for sequence, _ in wanted]
             features: Iterable[Tensor | None] = repeat(None)
-            if self.needs.features:  # what the drafter lacks, all gathered at once
+            if needs.features:  # what the drafter lacks, all gathered at once
                 slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in requested]
                 features = torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots])
             contexts = [
                 self._context(sequence, budget, rows) for (sequence, budget), rows in zip(wanted, features, strict=False)
             ]
-            if self.needs.samples:
+            if needs.samples:
                 contexts = [
                     context._replace(samples=sequence.samples) if context.proposal == "deterministic" else context
                     for context, sequence in zip(contexts, requested, strict=True)

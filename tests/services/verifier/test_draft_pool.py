@@ -10,6 +10,7 @@ import pytest
 
 from eyas.config import DraftClientConfig
 from eyas.drafters.base import DrafterNeeds
+from eyas.engine.draft_manager import DraftManager
 from eyas.protocol.commit import ResyncRequired
 from eyas.protocol.tree import DraftTree
 from eyas.services.verifier.draft_pool import DraftPool
@@ -136,7 +137,7 @@ def test_a_hanging_drafter_costs_few_steps_and_its_sessions_move(caplog: pytest.
 
 
 def test_samples_are_needed_only_for_drafters_that_need_them() -> None:
-    """Trees whose samples a drafter needs are not pruned; most drafters need none."""
+    """Trees whose samples a drafter needs are not pruned; most drafters need none. An engine sees it as drafters connect."""
     needs = replace(NEEDS, samples=True)
     sampling = replace(INFO, needs_samples=True)
     with (
@@ -144,10 +145,11 @@ def test_samples_are_needed_only_for_drafters_that_need_them() -> None:
         serving(ToyDrafter(), sampling) as second,
         closing(DraftPool(PATIENT, needs)) as pool,
     ):
-        assert pool.needs == NEEDS
+        manager = DraftManager(pool, runner=None, rule="match")  # type: ignore[arg-type]  # nothing is run
+        assert pool.needs == manager.needs == NEEDS
         pool.assign("a", first)
         eventually(lambda: pool.can_draft("a"))
-        assert pool.needs == NEEDS
+        assert pool.needs == manager.needs == NEEDS
         pool.assign("b", second)
         eventually(lambda: pool.can_draft("b"))
-        assert pool.needs == needs
+        assert pool.needs == manager.needs == needs
