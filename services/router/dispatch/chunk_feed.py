@@ -92,12 +92,16 @@ class FedCall:
         self.number = number
         self._num_read = 0
         self._unread: deque[generation_pb2.GenerateChunk] = deque()
-        self._is_lost = False
+        self._is_lost = self._is_cancelled = False
         self._has_news = asyncio.Event()
         self._own: asyncio.Task[Any] | None = None
 
     def add(self, chunk: generation_pb2.GenerateChunk) -> bool:
         """Take a chunk of the feed; return whether that is one too many."""
+        if self._unread:  # kept for a while: without a copy, each would keep the chunks of all calls in its message
+            own = generation_pb2.GenerateChunk()
+            own.CopyFrom(chunk)
+            chunk = own
         self._unread.append(chunk)
         self._has_news.set()
         return len(self._unread) == MAX_UNREAD
@@ -107,12 +111,19 @@ class FedCall:
         self._is_lost = True
         self._has_news.set()
 
+    def cancel(self) -> None:
+        """End `read`, which may wait for the feed when all of the call's own stream has been read."""
+        self._is_cancelled = True
+        self._has_news.set()
+
     async def read(self, stream: Any) -> Any:
         """Return the next chunk, and what `stream.read` raises or returns at the end. stream: the call's own.
 
-        Raises Unavailable if the feed has ended before it had all chunks.
+        Raises Unavailable if the feed has ended before it had all chunks, CancelledError after `cancel`.
         """
-        while not self._unread:
+        while not self._unread or self._is_cancelled:
+            if self._is_cancelled:
+                raise asyncio.CancelledError
             if self._own is None:
                 self._own = asyncio.ensure_future(stream.read())
                 self._own.add_done_callback(self._note_own)

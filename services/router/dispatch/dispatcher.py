@@ -247,10 +247,15 @@ class Dispatcher:
         stub = GenerationStub(self._workers.channel(pair.verifier))
         metadata = (*call.trace, *self._workers.metadata)
         with self._workers.feed(pair.verifier).call() as fed:
-            if fed:
-                call = replace(call, feed_id=fed.feed_id, feed_call=fed.number)
+            call = replace(call, feed_id=fed.feed_id if fed else "", feed_call=fed.number if fed else 0)
             stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
-            with self._workers.in_flight(pair, stream.cancel), TimeLimit(context.deadline, stream.cancel) as limit:
+
+            def cancel() -> None:
+                stream.cancel()
+                if fed:
+                    fed.cancel()
+
+            with self._workers.in_flight(pair, cancel), TimeLimit(context.deadline, cancel) as limit:
                 try:
                     vocab_size, num_left = pair.verifier.model.vocab_size, call.request.sampling.max_tokens
                     yield UpstreamCall(stream, call.request, limit, vocab_size, num_left, fed)

@@ -12,7 +12,7 @@ import pytest
 
 from eyas.api.outputs import TextChunk, Totals
 from eyas.api.request import Chunk
-from eyas.config import ServerConfig
+from eyas.config import RetryConfig, ServerConfig
 from eyas.errors import Unavailable
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import chunk_from_proto, generate_call_from_proto, generate_call_to_proto
@@ -28,7 +28,18 @@ from eyas.v1.generation_pb2_grpc import (
     add_ChunkFeedServicer_to_server,
     add_GenerationServicer_to_server,
 )
-from tests.support.services.scripted_verifier import CALL, PROMPT, REST, Script, call_with, router, send, worker
+from tests.support.services.scripted_verifier import (
+    CALL,
+    PROMPT,
+    REST,
+    Script,
+    ScriptedVerifier,
+    call_with,
+    failure,
+    router,
+    send,
+    worker,
+)
 from tests.support.services.scripted_verifier import tokens_of as received
 
 NUM_TOKENS = 20
@@ -183,6 +194,52 @@ async def test_a_feed_that_is_lost_loses_no_chunk() -> None:
             else:
                 with pytest.raises(Unavailable, match="feed ended"):
                     await fed.read(stream)
+
+
+class LosingVerifier(ScriptedVerifier):
+    """A verifier whose last chunk counts chunks that the feed does not have."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.calls = script.calls
+
+    async def Generate(self, message: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        call = generate_call_from_proto(message)
+        self.calls.append(call)
+        with self.feeds.call(call, context) as write:
+            await write(TextChunk(Chunk("", REST[:1], (False,))))
+            await context.write(generation_pb2.GenerateChunk(token_ids=REST[1:2], is_draft_token=[False], num_fed=9))
+
+
+async def test_calls_of_a_feed_that_stops_stall(url: str) -> None:
+    """All of such a call's own stream has been read, so that cancelling the stream wakes no reader."""
+    script = Script(REST)
+    once = RetryConfig(max_attempts=1)
+    async with worker(url, script, servicer=LosingVerifier), router(url, stall_timeout_s=0.2, retry=once) as address:
+        while not script.calls or not script.calls[-1].feed_id:
+            code, details = await failure(address, CALL)
+        assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the verifier sent nothing for 0.2 s")
+
+
+async def test_a_cancelled_call_is_read_no_further() -> None:
+    with closing(FedCall("f", 1)) as fed:
+        fed.add(generation_pb2.GenerateChunk(token_ids=[1]))
+        fed.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fed.read(None)
+
+
+def test_unread_chunks_do_not_keep_those_of_other_calls() -> None:
+    """A chunk of a message keeps the memory of the whole message."""
+    chunks = [generation_pb2.FedChunk(call=n, chunk=generation_pb2.GenerateChunk(token_ids=[n])) for n in range(3)]
+    message = generation_pb2.FedChunks(chunks=chunks)
+    fed = FedCall("f", 1)
+    given = [each.chunk for each in message.chunks]
+    for chunk in given:
+        fed.add(chunk)
+    kept = [asyncio.run(fed.read(None)) for _ in given]
+    assert kept == given
+    assert [chunk is own for chunk, own in zip(kept, given, strict=True)] == [True, False, False]
 
 
 async def test_a_verifier_without_feeds_is_called_as_before() -> None:
