@@ -142,9 +142,11 @@ class MemoryBudget:
     def reservation(self, caller: str) -> Iterator[Callable[[int], None]]:
         """Yield a function that takes further bytes, or raises Overloaded. All are given back at the end.
 
-        It raises InvalidRequest for more than a caller may ever hold.
+        It raises InvalidRequest for more than a caller may ever hold. After the end it takes nothing, as a thread may still
+        work for a request that was cancelled.
         """
         taken, callers = 0, (caller,)
+        is_open = True
 
         def take(num_bytes: int) -> None:
             nonlocal taken
@@ -155,17 +157,20 @@ class MemoryBudget:
                     "send several requests, stream long answers, or raise the limit"
                 )
             with self._lock:
+                if not is_open:
+                    return
                 if not self._limit.fits(callers, num_bytes):
                     who = "this key or address holds its share" if num_bytes <= self._limit.num_free else "requests hold all"
                     hint = "try again when some end, and stream long answers"
                     raise Overloaded(f"{who} of limits.max_pending_bytes in unfinished requests; {hint}", 1.0)
                 self._limit.take(callers, num_bytes)
-            taken += num_bytes
+                taken += num_bytes
 
         try:
             yield take
         finally:
             with self._lock:
+                is_open = False
                 self._limit.take(callers, -taken)
 
 

@@ -308,3 +308,13 @@ def test_limits_that_contradict_each_other_are_named() -> None:
         LimitsConfig(max_pending_bytes=5)
     with pytest.raises(ConfigError, match="body_timeout_s"):
         LimitsConfig(body_timeout_s=0)
+
+
+def test_a_request_that_has_ended_takes_no_more_memory() -> None:
+    """A thread may still count what it makes for a request that was cancelled."""
+    memory = MemoryBudget(LimitsConfig())
+    with memory.reservation("a key") as take:
+        take(1000)
+        assert memory.num_held == 1000
+    take(1000)
+    assert memory.num_held == 0

@@ -148,7 +148,7 @@ class EventStream(Response):
         self._first = first
         self._events = events
         self._keepalive_interval_s = keepalive_interval_s
-        self._is_sending = False
+        self._sending = asyncio.Lock()  # a comment would break an event in blocks
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -182,15 +182,14 @@ class EventStream(Response):
         """Send a comment whenever the stream has been silent for the interval, until cancelled."""
         clock = asyncio.get_running_loop().time
         while True:
-            silent_since = clock() if self._is_sending else self._sent_at  # a comment would break an event in blocks
+            silent_since = clock() if self._sending.locked() else self._sent_at
             if (left_s := silent_since + self._keepalive_interval_s - clock()) > 0:
                 await asyncio.sleep(left_s)
             else:
                 await self._write(send, [WAITING_COMMENT])
 
     async def _write(self, send: Send, blocks: list[bytes]) -> None:
-        self._is_sending = True
-        for block in blocks:
-            await send({"type": "http.response.body", "body": block, "more_body": True})
-        self._is_sending = False
-        self._sent_at = asyncio.get_running_loop().time()
+        async with self._sending:
+            for block in blocks:
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+            self._sent_at = asyncio.get_running_loop().time()

@@ -234,6 +234,24 @@ async def test_no_comment_follows_an_event_that_took_long() -> None:
     assert WAITING_COMMENT not in client.data
 
 
+async def test_a_comment_that_took_long_breaks_no_event() -> None:
+    """A client that reads slowly holds up a comment, and then the blocks of a large event."""
+    client = Client()
+    writer = ResponseWriter(ChatBody(**CHAT), "cmpl-1", "demo", TOKENIZER, [PROMPT])
+
+    async def send(message: Any) -> None:
+        await asyncio.sleep(0.1 if b"waiting" in message.get("body", b"") else 0.06)
+        await client.send(message)
+
+    async def events() -> AsyncGenerator[dict[str, Any], None]:
+        await asyncio.sleep(0.12)
+        yield {"choices": [{}], "large": list(range(30_000))}
+
+    await EventStream(writer, None, events(), {}, 0.05)({}, client.receive, send)
+    assert WAITING_COMMENT in client.data
+    assert [event["large"] for event in client.events] == [list(range(30_000))]
+
+
 async def test_all_events_have_the_same_head() -> None:
     client = await sent(ChatBody(**CHAT), is_busy=True)
     heads = [{name: event[name] for name in ("id", "object", "created", "model")} for event in client.events]
