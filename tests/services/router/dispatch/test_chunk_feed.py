@@ -38,6 +38,7 @@ from tests.support.services.scripted_verifier import (
     failure,
     router,
     send,
+    until,
     worker,
 )
 from tests.support.services.scripted_verifier import tokens_of as received
@@ -49,13 +50,17 @@ NUM_TOKENS = 20
 class Verifier(GenerationServicer):
     """A verifier that sends token n as chunk n, one in each turn of the event loop, all calls in the same ones.
 
-    large: a token whose chunk is too large for a feed. streamed: tokens that came on the calls' own streams.
+    Attributes:
+        large: a token whose chunk is too large for a feed.
+        streamed: tokens that came on the calls' own streams.
+        num_calls: calls that have arrived.
     """
 
     large: int = -1
     feeds: ChunkFeeds = field(default_factory=ChunkFeeds)
     streamed: list[int] = field(default_factory=list)
     go: asyncio.Event = field(default_factory=asyncio.Event)
+    num_calls: int = 0
 
     async def Generate(self, message: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
         call = generate_call_from_proto(message)
@@ -66,6 +71,7 @@ class Verifier(GenerationServicer):
             await context.write(chunk)
 
         with self.feeds.call(call, SimpleNamespace(write=write_to_stream)) as write:
+            self.num_calls += 1
             await self.go.wait()
             for token in range(num_tokens):
                 num_marks = LARGE_CHUNK_BYTES // 48 if token == self.large else 1
@@ -119,7 +125,7 @@ async def test_calls_share_messages_and_keep_their_order() -> None:
         feed = ChunkFeed(channel, Peers())
         await opened(feed)
         calls = [asyncio.create_task(tokens_of(channel, feed)) for _ in range(8)]
-        await asyncio.sleep(0.1)
+        await until(lambda: verifier.num_calls == 8)
         verifier.go.set()
         assert await asyncio.gather(*calls) == [list(range(NUM_TOKENS))] * 8
         assert verifier.streamed == [NUM_TOKENS - 1] * 8, "only the last chunk is on the call's own stream"
@@ -134,7 +140,7 @@ async def test_a_message_holds_the_chunks_of_a_step() -> None:
         assert not (await follow.read()).chunks
         calls = [replace(call_with(max_tokens=3), feed_id="f", feed_call=number) for number in range(4)]
         streams = [GenerationStub(channel).Generate(generate_call_to_proto(call)) for call in calls]
-        await asyncio.sleep(0.1)
+        await until(lambda: verifier.num_calls == 4)
         verifier.go.set()
         message = await follow.read()
         assert [(each.call, *each.chunk.token_ids) for each in message.chunks][:4] == [(n, 0) for n in range(4)]
@@ -259,7 +265,7 @@ async def test_feeds_end_with_their_calls_when_a_verifier_stops() -> None:
         await follow.read()
         call = replace(call_with(max_tokens=2), feed_id="f", feed_call=7)
         stream = GenerationStub(channel).Generate(generate_call_to_proto(call))
-        await asyncio.sleep(0.1)
+        await until(lambda: verifier.num_calls == 1)
         await verifier.feeds.close()
         verifier.go.set()
         assert [list(each.chunk.token_ids) for each in (await follow.read()).chunks] == [[0]]
