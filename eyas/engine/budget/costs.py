@@ -109,28 +109,38 @@ class DraftCosts:
 class HostCosts:
     """Seconds of a step besides its pass and its draft, without trees and with them.
 
-    The least of the first ones, as a longer one may hide a draft, and then a mean.
+    The least of the first ones, as a longer one may hide a draft, and then a mean. More sequences are more work. So the two
+    means, which may be of other numbers of them, are compared as if all work went by their number: a load that comes or goes
+    while all steps have trees is no cost of trees.
     """
 
     RATE, NUM_FIRST = 0.1, 6  # weight of a step; first steps, whose least counts
 
     def __init__(self) -> None:
         self._means, self._counts = [0.0, 0.0], [0, 0]  # without trees, with trees
+        self._load = 1.0  # sequences of the last step
+        self._loads = [1.0, 1.0]  # their means, without trees and with trees
 
     @property
     def plain_s(self) -> float:
         """Return the seconds of a step without trees; of one with trees before there was any other."""
-        return self._means[0] or self._means[1]
+        plain_s, trees_s = self._means
+        if not plain_s:
+            return trees_s
+        return max(plain_s, min(plain_s * self._load / self._loads[0], trees_s))
 
     @property
     def more_s(self) -> float:
         """Return by how many seconds a step with trees takes longer."""
-        return max(self._means[1] - self.plain_s, 0.0)
+        return max(self._means[1] * min(self._load / self._loads[1], 1.0) - self.plain_s, 0.0)
 
-    def observe(self, has_trees: bool, seconds: float) -> None:
+    def observe(self, has_trees: bool, num_sequences: int, seconds: float) -> None:
         """Learn from a step."""
         mean = self._means[has_trees] or seconds
         self._counts[has_trees] += 1
+        self._load = max(num_sequences, 1.0)
+        rate = max(self.RATE, 1 / self._counts[has_trees])
+        self._loads[has_trees] += rate * (self._load - self._loads[has_trees])
         if self._counts[has_trees] <= self.NUM_FIRST:
             self._means[has_trees] = min(seconds, mean)
         else:

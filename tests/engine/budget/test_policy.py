@@ -341,6 +341,19 @@ def test_the_host_work_of_trees_is_a_cost_of_theirs(host: float, pays: bool) -> 
     assert seconds_per_token <= (1.01 * (1.2 + host) / 1.43 if pays else 1.02 * 1.2)
 
 
+@pytest.mark.parametrize("per_sequence", [0.01, 0.05])
+def test_host_work_of_more_sequences_is_no_cost_of_trees(per_sequence: float) -> None:
+    """While all steps have trees, nothing shows what steps without take at a load that comes or goes."""
+    simulation = Simulation(row=0.002, draft=0.05, right=0.4, gap=per_sequence)
+    budget = simulation.budget()
+    budget.choose([], NODES)
+    budget.observe([], StepOutputs.of([]), StepTimes(0.0, simulation.fixed, per_sequence))  # as of a prompt
+    for batch in (1, 64, 1, 64):
+        simulation.gap = per_sequence * batch
+        sizes = simulation.resized(batch).sizes(budget, 200)
+        assert sizes.count(1) <= 20
+
+
 def test_a_useless_drafter_stops_within_few_steps() -> None:
     """Little is lost at first, and a tree more."""
     simulation = Simulation(row=0.3, draft=1.0, right=0.0, batch=8)
