@@ -10,6 +10,8 @@ from typing import Any
 from eyas.models.layers.latent import latent_projection
 from eyas.models.layers.recurrent import is_recurrent
 
+# Styles whose parts of an output are put together again.
+GATHERED = frozenset({"colwise_rep", "colwise_gather_output"})
 # By class, below the decoder. Experts of gpt-oss hold their weights transposed, gate_up [E, C, 2 I] and down [E, I, C].
 # Gates and ups take turns in gate_up: a contiguous part of it holds whole pairs, where halves would part them.
 OWN_PLANS: dict[str, dict[str, str]] = {
@@ -47,6 +49,12 @@ def plan_of(model: Any) -> dict[str, str]:
     if plan:
         latent = [path for path, module in model.named_modules() if latent_projection(module)]
         plan |= {f"{path}.{name}": style for path in latent for name, style in LATENT_PLAN.items()}
-        mixers = [(path, module) for path, module in model.named_modules() if is_recurrent(module)]
-        plan |= {f"{path}.{name}": "replicate" for path, mixer in mixers for name, _ in mixer.named_children()}
+        # A mixer has all states, so it needs whole outputs. Where a plan gathers them, ranks share the work.
+        parts = [f"{path}.{name}" for path, m in model.named_modules() if is_recurrent(m) for name, _ in m.named_children()]
+        plan |= {part: "replicate" for part in parts if style_of(plan, part) not in GATHERED}
     return plan
+
+
+def style_of(plan: dict[str, str], path: str) -> str | None:
+    """Return how a plan splits a module. It may write `*` for the number of a layer; a whole path goes first."""
+    return plan.get(path) or plan.get(".".join("*" if part.isdigit() else part for part in path.split(".")))

@@ -26,7 +26,7 @@ from eyas.kernels.arguments import Draw, has_filters
 from eyas.kernels.by_device import sampling_kernels
 from eyas.models.checkpoint import StoredTensor, WeightFiles, explained
 from eyas.models.inputs import Segment
-from eyas.models.parallel.plans import plan_of
+from eyas.models.parallel.plans import GATHERED, plan_of, style_of
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling.acceptance import StepOutput
 from eyas.sampling.sampler import candidates, draw_candidates, takes_candidates
@@ -35,7 +35,6 @@ from eyas.sampling.sharded import likely_logits, warm_up_search
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
 # in local memory is cheaper than a sum over ranks.
 COLUMNS = frozenset({"colwise", "colwise_rep", "colwise_gather_output"})
-GATHERED = frozenset({"colwise_rep", "colwise_gather_output"})
 ROWS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input"})
 PACKED = frozenset({"packed_colwise"})
 SUMMED = frozenset({"moe_tp_experts", "all_reduce"})
@@ -206,12 +205,12 @@ def shard_model(
     model.register_forward_pre_hook(lambda module, args, named: exchanges.start(named["packed"].tokens), with_kwargs=True)
     model.register_forward_hook(lambda module, args, output: exchanges.end())
     for path, module in list(model.named_modules()):
-        style = _style(plan, path) or _norm_style(plan, path, module)
+        style = style_of(plan, path) or _norm_style(plan, path, module)
         if style in GATHERED and int(cast(Any, module).out_features) % shard.size:
             style = None  # every rank gets the whole output anyway
         for key, _ in list(module.named_parameters(recurse=False)):
             whole = stored(f"{path}.{key}") if stored else getattr(module, key)
-            own_style, own_shard = _style(plan, f"{path}.{key}") or style, _layer_shard(path, style, shard, kv_heads)
+            own_style, own_shard = style_of(plan, f"{path}.{key}") or style, _layer_shard(path, style, shard, kv_heads)
             if (part := _cut_parameter(whole, own_style, own_shard)) is not None:
                 setattr(module, key, nn.Parameter(part, requires_grad=False))
         if module is not head:
@@ -222,7 +221,7 @@ def shares_vocabulary(model: Any, shard: Shard) -> bool:
     """Return whether each rank computes the logits of its own part of the vocabulary."""
     head = model.get_output_embeddings()
     path = next(path for path, module in model.named_modules() if module is head)
-    return _style(plan_of(model), path) in GATHERED and head.out_features % shard.size == 0
+    return style_of(plan_of(model), path) in GATHERED and head.out_features % shard.size == 0
 
 
 def splits_heads(model: Any) -> bool:
@@ -238,18 +237,13 @@ def _layer_shard(path: str, style: str | None, shard: Shard, kv_heads: Sequence[
     return shard.of_heads(kv_heads[int(next(part for part in reversed(above) if part.isdigit()))])
 
 
-def _style(plan: dict[str, str], path: str) -> str | None:
-    """Return how the plan splits a module. It may write `*` for the number of a layer; a whole path goes first."""
-    return plan.get(path) or plan.get(".".join("*" if part.isdigit() else part for part in path.split(".")))
-
-
 def _norm_style(plan: dict[str, str], path: str, module: nn.Module) -> str | None:
     """Return how to split a norm of queries or keys that has weights for each head: as its projection; plans say nothing."""
     above, _, name = path.rpartition(".")
     weight = getattr(module, "weight", None)
     if name not in ("q_norm", "k_norm") or not isinstance(weight, Tensor) or weight.ndim != HEADS_AND_WIDTH:
         return None
-    return _style(plan, f"{above}.{name[0]}_proj")
+    return style_of(plan, f"{above}.{name[0]}_proj")
 
 
 def _reads_whole_width(module: nn.Module) -> bool:
