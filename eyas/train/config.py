@@ -302,7 +302,8 @@ class TrainConfig:
         out: folder of the run: checkpoints, log, `best` and `last` heads, card and plot.
         draft_model: head to start from; empty starts from random weights.
         start: of a new head: least_squares lets EAGLE, Medusa, Hydra and DSpark heads begin with linear predictions of the
-            target's next states, solved from the first windows; random keeps random weights.
+            target's next states, solved from windows of the data, and brings what they and DFlash read to one scale; random
+            keeps random weights.
         seed: decides all that is random.
         save_every: steps between two checkpoints for resuming.
         log_every: steps between two lines of the log.

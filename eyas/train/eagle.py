@@ -41,7 +41,7 @@ from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_star
 from eyas.train.data import BY_COVERAGE, Batch
 from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, layer_sizes
 from eyas.train.losses import AGREES, CHANCE, row_losses, total_weight, weighted_mean, weighted_sum
-from eyas.train.start import Samples, low_rank, solve, unit_rows
+from eyas.train.start import Samples, low_rank, root_mean_square, solve, unit_rows
 
 # Keys and values of every step, [N, L - 1, J, d] each.
 Seen = list[tuple[Tensor, Tensor]]
@@ -137,16 +137,22 @@ class EagleTrainer(nn.Module):
     def start(self, samples: Samples) -> None:
         """Start as the linear prediction of the next state from the features and the next token.
 
-        EAGLE-1's fc holds it whole, and the layer adds nothing yet. In EAGLE-3 the fuser has the part of the states, which
-        reaches the output as the residual. The part of the token takes the way of attention, as does the correction of the
-        residual in later steps of the training-time test, where it is the prediction of the step before.
+        EAGLE-1's fc holds it whole, and its layers add nothing yet, as later layers of EAGLE-3. In EAGLE-3 the fuser has the
+        part of the states, which reaches the output as the residual. The part of the token takes the way of attention, as
+        does the correction of the residual in later steps of the training-time test, where it is the prediction of the step
+        before.
         """
-        layer = self.head.layer(0)
         embedded = self.head.embedding[samples.tokens]
-        self.input_scales.copy_(samples.input_scales)
-        layer.down.weight.zero_()
-        if self.head.fc is not None:
+        if self.fuser is not None and self.fuser.norms is not None:
+            # The norms take the scales, which cannot go through them into fc.
+            normed = self.fuser.normed(samples.aux)[samples.documents >= 0]
+            self.fuser.norms.copy_((1 / root_mean_square(normed)).view_as(self.fuser.norms))
+        else:
+            self.input_scales.copy_(samples.input_scales)
+        for layer in map(self.head.layer, range(len(self.head.layers))):
+            layer.down.weight.zero_()
             layer.out.weight.zero_()
+        if self.head.fc is not None:
             (token, feature), final = samples.pairs([(embedded, 1), (samples.final / self.input_scales, 0)], 1)
             found = solve([token, feature], final)
             self.head.fc.weight.copy_(torch.cat(found.weights, -1))
@@ -187,7 +193,6 @@ class EagleTrainer(nn.Module):
         key[:, :own] *= (key.shape[1] / own) ** 0.5
         value.zero_()
         value[: len(inner)] = inner
-        layer.out.weight.zero_()
         seeing = range(max(1, groups // 2))  # of each group of heads that share keys
         queries, outputs = query.view(c.num_kv_heads, groups, width, -1), layer.out.weight.view(own, -1, groups, width)
         padded = F.pad(outer, (0, kv - outer.shape[1])).view(own, -1, width)

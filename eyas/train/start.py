@@ -12,11 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eyas.errors import ConfigError
 from eyas.train.data import Batch, Windows
 from eyas.train.features import StateSource, TargetStates
 
-# Tokens whose states are read, and the ridge: a share of each input's mean square.
+# Tokens whose states are read, as far as these states are no more numbers, 2 GiB; solving takes several times as much.
 SAMPLE_TOKENS = 2**16
+SAMPLE_NUMBERS = 2**29
+# A share of each input's mean square.
 RIDGE = 1e-2
 
 
@@ -30,8 +33,10 @@ class Samples(NamedTuple):
 
     @classmethod
     def read(cls, source: StateSource, windows: Windows, device: torch.device) -> Samples:
-        """Read the states of evenly spread windows, about SAMPLE_TOKENS tokens."""
-        count = min(len(windows), -(-SAMPLE_TOKENS // windows.max_length))
+        """Read the states of evenly spread windows, about SAMPLE_TOKENS tokens, or fewer if states are wide."""
+        one = source.states(windows.batch([0]).to(device))
+        num_tokens = min(SAMPLE_TOKENS, SAMPLE_NUMBERS // (one.aux.shape[-1] + one.final.shape[-1]))
+        count = min(len(windows), -(-num_tokens // windows.max_length))
         batches = [windows.batch([number * len(windows) // count]).to(device) for number in range(count)]
         return cls.of(batches, [source.states(batch) for batch in batches])
 
@@ -48,21 +53,28 @@ class Samples(NamedTuple):
     @property
     def scales(self) -> Tensor:
         """The root mean square of each number of the final states, [C]."""
-        return self.final[self.documents >= 0].square().mean(0).sqrt().clamp(min=1e-6)
+        return root_mean_square(self.final[self.documents >= 0])
 
     @property
     def input_scales(self) -> Tensor:
         """The root mean square of each number that the head reads, [m * C]. Some are a thousand times as large as others."""
-        return self.aux[self.documents >= 0].square().mean(0).sqrt().clamp(min=1e-6)
+        return root_mean_square(self.aux[self.documents >= 0])
 
     def pairs(self, sequences: Sequence[tuple[Tensor, int]], ahead: int) -> tuple[list[Tensor], Tensor]:
         """Return rows of inputs, [R, *] each, and of the final states `ahead` tokens later, [R, C], all of one document.
 
-        sequences: values of all positions [N, L, *], each with the distance at which a row reads it.
+        sequences: values of all positions [N, L, *], each with the distance at which a row reads it. Raises ConfigError if
+        no document is that long.
         """
         reach = max(ahead, *(distance for _, distance in sequences))
-        rows = self.tokens.shape[1] - reach
-        kept = (self.documents[:, :rows] == self.documents[:, reach:]) & (self.documents[:, :rows] >= 0)
+        rows = max(0, self.tokens.shape[1] - reach)
+        first = self.documents[:, :rows]
+        kept = (first == self.documents[:, self.tokens.shape[1] - rows :]) & (first >= 0)
+        if not kept.any():
+            raise ConfigError(
+                f"no document of the training data has more than {reach} tokens in a window, which the start of the head "
+                "needs; set start to random"
+            )
         cut = [values[:, distance : distance + rows][kept] for values, distance in (*sequences, (self.final, ahead))]
         return cut[:-1], cut[-1]
 
@@ -96,6 +108,11 @@ def low_rank(weight: Tensor, inputs: Tensor, rank: int) -> tuple[Tensor, Tensor]
     rank = min(rank, len(strengths))
     half = strengths[:rank].sqrt()
     return (left[:, :rank] * half).float(), (half[:, None] * right[:rank] / spread @ vectors.T).float()
+
+
+def root_mean_square(rows: Tensor) -> Tensor:
+    """Return that of each number of rows [R, C], [C], so that one may divide by it."""
+    return rows.square().mean(0).sqrt().clamp(min=1e-6)
 
 
 def unit_rows(x: Tensor) -> Tensor:

@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from eyas.errors import ConfigError
-from eyas.train.methods import build_trainer
+from eyas.train import start
+from eyas.train.data import Windows
+from eyas.train.methods import build_online_target, build_trainer
 from eyas.train.multi_head import DraftModelTrainer
-from eyas.train.start import low_rank, solve
+from eyas.train.start import Samples, low_rank, solve
 from tests.train.small_runs import prepared, settings, tiny_target
 
 
@@ -32,8 +34,53 @@ def test_a_least_squares_start_is_ahead_of_random_weights(method: str, folder: P
 
 @pytest.mark.parametrize("method", ["dflash", "peagle"])
 def test_other_methods_keep_random_weights(method: str, folder: Path, tmp_path: Path) -> None:
-    losses = [first_loss(folder, tmp_path / start, method, start) for start in ("least_squares", "random")]
-    assert losses[0] == pytest.approx(losses[1], rel=1 if method == "dflash" else 1e-6)
+    """Of DFlash's states, the start finds the scales alone."""
+    target = str(folder / "target")
+    started = build_trainer(settings(folder, target, method, out=str(tmp_path / "a")))
+    random = build_trainer(settings(folder, target, method, out=str(tmp_path / "b"), start="random"))
+    assert started.trained.keys() == random.trained.keys()
+    assert all(torch.equal(started.trained[name], tensor) for name, tensor in random.trained.items())
+    scales = started.kept.get("input_scales")
+    assert (scales is not None and not torch.equal(scales, random.kept["input_scales"])) == (method == "dflash")
+
+
+@pytest.mark.parametrize("method", ["eagle1", "eagle3", "eagle3.1", "medusa", "hydra", "dspark", "dflash"])
+def test_a_written_head_is_the_one_that_was_started(method: str, folder: Path, tmp_path: Path) -> None:
+    """The scales of its inputs are part of the weights that are written."""
+    target = str(folder / "target")
+    still = {"optimizer__learning_rate": 1e-9}
+    trainer = build_trainer(settings(folder, target, method, out=str(tmp_path / "a"), **still))
+    trainer.write_head("last")
+    written = {"head": {}, "draft_model": str(tmp_path / "a" / "last")}
+    again = build_trainer(settings(folder, target, method, out=str(tmp_path / "b"), **still, **written))
+    assert float(again.step()["loss"]) == pytest.approx(float(trainer.step()["loss"]), rel=1e-4)
+
+
+def test_later_layers_add_nothing_at_the_start(folder: Path, tmp_path: Path) -> None:
+    losses = [
+        first_loss(folder, tmp_path / f"{layers}", "eagle3", "least_squares", head__num_hidden_layers=layers)
+        for layers in (1, 3)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+
+
+def test_wide_states_are_read_of_fewer_tokens(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(folder, str(folder / "target"), "eagle3", out=str(tmp_path))
+    windows = Windows(folder / "data", 32)
+    source = build_online_target(config, (1, 3))
+    whole = Samples.read(source, windows, torch.device("cpu"))
+    assert len(whole.tokens) == len(windows) > 2
+    monkeypatch.setattr(start, "SAMPLE_NUMBERS", 2 * 32 * (whole.aux.shape[-1] + whole.final.shape[-1]))
+    assert len(Samples.read(source, windows, torch.device("cpu")).tokens) == 2
+
+
+@pytest.mark.parametrize("length", [3, 40])
+def test_documents_that_are_too_short_are_refused(length: int) -> None:
+    """In windows that are shorter than the reach of a head, too."""
+    states = torch.ones(1, length, 4)
+    samples = Samples(torch.zeros(1, length, dtype=torch.int64), torch.arange(length)[None] // 3, states, states)
+    with pytest.raises(ConfigError, match="no document of the training data has more than 4 tokens in a window"):
+        samples.pairs([(states, 0)], 4)
 
 
 def test_a_linear_map_is_found() -> None:
