@@ -411,7 +411,7 @@ def _load_weights(config: Any, checkpoint: Checkpoint, dtype: torch.dtype, names
     no_defaults: Any = GenerationConfig
     kind = quantisation(config)  # transformers takes it away where it dequantises
     what = f"transformers cannot load a causal LM from {checkpoint.path!r}"
-    with explained(what), quiet_transformers(), without_indexers():
+    with explained(what), quiet_transformers(), without_indexers(config):
         model, report = auto_class(config).from_pretrained(
             checkpoint.folder, config=config, dtype=dtype, attn_implementation=ATTENTION_NAME,
             generation_config=no_defaults(), ignore_mismatched_sizes=True, output_loading_info=True,

@@ -407,7 +407,7 @@ def _make_model(config: Any, files: MtpFiles, architecture: Architecture, dtype:
     layers = next(match[0] for name in architecture.tensors if (match := OWN_LAYERS.match(name)))
     no_defaults: Any = GenerationConfig
     what = f"transformers cannot load the module for multi-token prediction of {files}"
-    with explained(what), quiet_transformers(), without_indexers():
+    with explained(what), quiet_transformers(), without_indexers(config):
         model, report = architecture_class(config).from_pretrained(
             None, config=config, state_dict=files.weights(layers, architecture, not config.tie_word_embeddings),
             dtype=dtype, attn_implementation=ATTENTION_NAME, generation_config=no_defaults(), ignore_mismatched_sizes=True,

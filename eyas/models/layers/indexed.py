@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
+from eyas.config.target_limits import num_chosen_keys
+
 INDEXER = "indexer"
 # The method of GLM-5.3 that makes a mask of the chosen keys.
 MASK_MAKER = "build_attention_mask_from_topk"
@@ -45,8 +47,14 @@ def leave_out_indexers(model: nn.Module) -> Any:
 
 
 @contextmanager
-def without_indexers() -> Iterator[None]:
-    """Make attention layers of this thread, inside the context, without their indexers, whose weights are then not read."""
+def without_indexers(config: Any) -> Iterator[None]:
+    """Make attention layers of this thread, inside the context, without their indexers, whose weights are then not read.
+
+    config: of the model. Without indexers nothing happens: torch runs the hook for the modules of all threads.
+    """
+    if not num_chosen_keys(config):
+        yield
+        return
     own = threading.get_ident()
 
     def leave_out(module: nn.Module, name: str, submodule: nn.Module) -> nn.Module | None:
