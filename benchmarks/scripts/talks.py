@@ -102,28 +102,31 @@ def main(  # options of the command
     if not per_kind:
         return
     write_questions(questions, work / "questions.jsonl", per_kind)
-    measurement = Measurement(per_kind, max_tokens, tuple(temperature), generate)
+    measurement = Measurement(per_kind, max_tokens, tuple(temperature), generate, passes)
     measured = {name: measure(model, work, name, measurement) for name in budget}
-    settings = asdict(measurement) | {"tokens": tokens, "passes": passes, "tree": " ".join(TREE)}
+    settings = asdict(measurement) | {"tokens": num_tokens(data), "tree": " ".join(TREE)}
     publish(measured, work, settings, out)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Settings of a measurement: questions of each kind, and what of them is decoded."""
+    """Settings of a measurement: questions of each kind, what of them is decoded, and how long the heads were trained."""
 
     per_kind: int
     max_tokens: int
     temperatures: tuple[float, ...]
     generate: bool
+    passes: float
 
 
 def measure(model: str, work: Path, budget: str, c: Measurement) -> list[dict[str, Any]]:
     """Return the scores of all methods by `eyas bench methods`. A measurement that is there already is kept.
 
-    transformers runs with the first draft budget alone, which does not change it.
+    transformers runs with the first draft budget alone, which does not change it. Raises ConfigError for a measurement with
+    other settings.
     """
     out = work / f"measured-{budget}"
+    check_same(work / f"measured-{budget}.json", {name: str(value) for name, value in asdict(c).items()})
     if not list(out.glob("*.json")):
         run_eyas(
             *("bench", "methods", f"--model={model}", f"--prompts={work / 'questions.jsonl'}"),
@@ -238,7 +241,12 @@ def train(name: str, model: str, data: Path, work: Path, passes: float) -> None:
 
 def num_windows(data: Path) -> int:
     """Return the windows of the training data, about."""
-    return max(1, int(json.loads((data / "prepared.json").read_text())["num_tokens"]) // WINDOW)
+    return max(1, num_tokens(data) // WINDOW)
+
+
+def num_tokens(data: Path) -> int:
+    """Return the tokens of the training data."""
+    return int(json.loads((data / "prepared.json").read_text())["num_tokens"])
 
 
 def measured_methods(model: str, work: Path) -> list[str]:

@@ -1,6 +1,7 @@
 """The tool behind `make talks` collects texts and questions, and measures the heads that are there."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_methods_without_a_trained_head_are_left_out(tmp_path: Path) -> None:
     assert found == [
         "prompt_lookup", "suffix", "lookahead", f"rest={tmp_path / 'datastore'}", f"eagle1={head}", f"eagle2={head}",
     ]  # fmt: skip
+
+
+def test_a_kept_measurement_is_not_taken_for_another(tmp_path: Path) -> None:
+    whole = talks.Measurement(10, 128, (0.0, 1.0), True, 1.0)
+    (tmp_path / "measured-auto").mkdir()
+    (tmp_path / "measured-auto" / "a.json").write_text(json.dumps({"results": {"scores": [{"method": "plain"}]}}))
+    for _ in range(2):
+        assert talks.measure("model", tmp_path, "auto", whole) == [{"method": "plain"}]
+    with pytest.raises(ConfigError, match="holds a run with the max_tokens 128, not 32"):
+        talks.measure("model", tmp_path, "auto", replace(whole, max_tokens=32))
 
 
 @pytest.mark.parametrize("recipe", sorted(talks.RECIPES.glob("*.yaml")), ids=lambda file: file.stem)

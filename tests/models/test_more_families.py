@@ -191,7 +191,7 @@ def test_two_ranks_equal_the_whole_model(kind: str, tmp_path: Path) -> None:
 
 
 def test_ranks_share_projections_that_are_gathered(tmp_path: Path) -> None:
-    """Of a recurrent layer, which has whole states, and of which a plan may still split the work."""
+    """A recurrent layer has whole states, and a plan may still split its work."""
     folder = write("qwen3_5_text", tmp_path)
     model = load_target(folder).model
     name = next(name for name, _ in model.named_modules() if name.endswith("linear_attn.in_proj_qkv"))
