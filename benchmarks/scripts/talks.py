@@ -141,7 +141,7 @@ def measure(model: str, work: Path, budget: str, c: Measurement) -> list[dict[st
 
 
 def write_data(model: str, work: Path, tokens: int) -> Path:
-    """Return the prepared folder with stored features beside it: documentation, and as much of the target's own text.
+    """Return the prepared folder with stored features next to it: documentation, and as much of the target's own text.
 
     A quarter of the tokens continues openers, a quarter beginnings of these texts and of documentation, greedily and drawn
     in turn.

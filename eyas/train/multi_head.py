@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.errors import ConfigError
-from eyas.models.checkpoint import check_vocabulary
+from eyas.models.checkpoint import check_vocabulary, explained
 from eyas.models.heads.hydra import HydraHead, HydraMLP, load_hydra
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
@@ -117,7 +117,7 @@ class MultiHeadTrainer(nn.Module):
                 first: Any = self.head.heads[number]
                 first.weights[0].chunk(2)[0].copy_(torch.cat(found.weights, -1))
                 first.biases[0].chunk(2)[0].copy_(found.bias)
-            elif len(self.head.outputs) > 1:
+            elif len(self.head.outputs) == self.head.num_heads:
                 found = solve(*samples.pairs([(samples.final, 0)], 1 + number))
                 self.head.outputs[number].copy_(self.head.outputs[number] @ found.weights[0])
 
@@ -304,17 +304,20 @@ def _some_layers(config: TrainConfig) -> Any:
         raise ConfigError(
             f"head.init_layers is {list(layers)}; the target has the layers 0 to {own.num_hidden_layers - 1}, once each"
         )
+    for key, value in list(vars(own).items()):
+        is_of_layers = isinstance(value, list) and len(value) == own.num_hidden_layers
+        if is_of_layers and all(isinstance(kind, str) for kind in value):
+            setattr(own, key, [value[layer] for layer in layers])
     own.num_hidden_layers = len(layers)
-    if kinds := getattr(own, "layer_types", None):
-        own.layer_types = [kinds[layer] for layer in layers]
-    model = type(whole)(own)
     places = {f"layers.{layer}.": f"layers.{place}." for place, layer in enumerate(layers)}
     tensors = {}
     for name, tensor in whole.state_dict().items():
         found = re.search(r"\blayers\.\d+\.", name)
         if found is None or found[0] in places:
             tensors[name if found is None else name.replace(found[0], places[found[0]])] = tensor
-    model.load_state_dict(tensors)
+    with explained(f"the layers {list(layers)} (head.init_layers) of {config.model!r} are no model of their own"):
+        model = type(whole)(own)
+        model.load_state_dict(tensors)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.requires_grad_(False)
     return model

@@ -107,7 +107,7 @@ class Trainer:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps of the head, by name: parameters that are trained, and the scales of its inputs."""
+        """The tensors of the head that a checkpoint keeps, by name: trained parameters, and the scales of its inputs."""
         return {**self.trained, **{name: own for name, own in self.trainee.named_buffers() if name == "input_scales"}}
 
     def run(self) -> Progressed:

@@ -5,12 +5,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from eyas.errors import ConfigError
+from eyas.errors import CheckpointError, ConfigError
 from eyas.train import start
 from eyas.train.data import Windows
 from eyas.train.methods import build_online_target, build_trainer
 from eyas.train.multi_head import DraftModelTrainer
 from eyas.train.start import Samples, low_rank, solve
+from tests.support.families import config_of, write_model
+from tests.support.family_configs import SERVED
+from tests.support.tiny import write_spelling_tokenizer
 from tests.train.small_runs import prepared, settings, tiny_target
 
 
@@ -130,6 +133,26 @@ def test_layers_that_are_not_there_are_refused(layers: list[int], folder: Path, 
     config = settings(folder, str(folder / "target"), "draft_model", out=str(tmp_path), head={"init_layers": layers})
     with pytest.raises(ConfigError, match=r"head\.init_layers is .*; the target has the layers 0 to 3"):
         build_trainer(config)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "qwen3_5_text"])
+def test_layers_bring_their_kinds_or_are_refused(kind: str, tmp_path: Path) -> None:
+    """Layers of GLM have experts by their numbers, layers of Qwen by lists."""
+    target = write_model(tmp_path / "target", config_of(kind, **SERVED[kind]))
+    write_spelling_tokenizer(Path(target))
+    prepared(tmp_path, target)
+    config = settings(tmp_path, target, "draft_model", out=str(tmp_path / "out"), head={"init_layers": [1]})
+    if kind == "qwen3_5_text":
+        assert float(build_trainer(config).step()["loss"]) > 0
+        return
+    with pytest.raises(CheckpointError, match=r"the layers \[1\] \(head.init_layers\) of .* are no model of their own"):
+        build_trainer(config)
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra"])
+def test_a_single_head_starts_too(method: str, folder: Path, tmp_path: Path) -> None:
+    found = first_loss(folder, tmp_path / "a", method, "least_squares", head__num_heads=1)
+    assert found < 0.9 * first_loss(folder, tmp_path / "b", method, "random", head__num_heads=1)
 
 
 @pytest.mark.parametrize("method", ["eagle1", "draft_model"])
