@@ -280,7 +280,8 @@ def table(scores: Sequence[dict[str, Any]], temperature: float, budget: str) -> 
     kinds = [task["task"] for task in own[0]["tasks"]]
     rows = []
     for score in own:
-        speedups, taus = ([part(task) for task in score["tasks"]] for part in (_speedup, _tau))
+        speedups = list(map(_speedup, score["tasks"]))
+        taus = list(map(_tau, score["tasks"]))
         cells = [
             f"{speedup:.2f} / {tau:.2f}" if tau else f"{speedup:.2f}" for speedup, tau in zip(speedups, taus, strict=True)
         ]
