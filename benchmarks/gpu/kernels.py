@@ -89,7 +89,8 @@ def _works(device: torch.device, scale: Scale, rows: int) -> Iterator[Work]:
 
 def _between(kernels: Any, states: torch.Tensor, intermediate: int) -> Iterator[Work]:
     """Norm with residual, rotary embedding with the write to the cache, and the gate."""
-    (rows, hidden), half = states.shape, states.element_size()
+    rows, hidden = states.shape
+    half = states.element_size()
     norm = RMSNorm(torch.ones(hidden, dtype=states.dtype, device=states.device), 1e-5, adds_one=False)
     add: Callable[[], object] = lambda: kernels.add_norm(states[None], states[None].clone(), norm, None)  # noqa: E731
     yield Work("residual and norm", rows, add, 4 * half * rows * hidden)
