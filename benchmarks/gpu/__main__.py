@@ -40,7 +40,7 @@ SHARES = {"tests": 5.0, "kernels": 2.0, "prefill": 2.0, "steps": 5.0, "drafts": 
 STAGES = tuple(SHARES)
 RESERVE = 1 / 25
 # Processes that share the tests, which compile most of the time; and plugins of pytest that they need.
-TEST_PROCESSES, PLUGINS = 8, ("xdist.plugin", "pytest_timeout")
+TEST_PROCESSES, PLUGINS = 14, ("xdist.plugin", "pytest_timeout")
 # Seconds before the end of their time at which tests are interrupted, so that they say what they have found.
 GRACE_S = 15.0
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu.measuring import Part, Rates, Scale, median_ms
+from benchmarks.gpu.measuring import Part, Rates, Scale, device_ms, median_ms
 from eyas.bench.report import Table, number
 from eyas.device.placement import runs_triton
 from eyas.kernels.arguments import Draw
@@ -23,23 +23,31 @@ HEAD_WIDTH = 128
 
 @dataclass(frozen=True)
 class KernelTime:
-    """Microseconds of one call, its launch included. floor_us: of its bytes or operations at the measured rates."""
+    """Microseconds of one call.
+
+    Attributes:
+        us: its launch included, unless `plain_us` is there.
+        floor_us: of its bytes or operations at the measured rates.
+        plain_us: of torch's own operations for the same; 0 for what is torch's, and for the sampler.
+    """
 
     name: str
     rows: int
     us: float
     floor_us: float
+    plain_us: float = 0.0
 
 
 @dataclass(frozen=True)
 class Work:
-    """A call, the bytes that it must move, and its operations."""
+    """A call, the bytes that it must move, and its operations. plain: the same by torch's own operations."""
 
     name: str
     rows: int
     call: Callable[[], object]
     num_bytes: float
     operations: float = 0.0
+    plain: Callable[[], object] | None = None
 
 
 def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> None:
@@ -49,9 +57,11 @@ def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> Non
         for rows in scale.rows:
             with part.case(f"{rows} rows"):
                 for work in _works(device, scale, rows):
-                    us = 1e3 * median_ms(work.call, device, scale.repeats)
+                    measured = median_ms if work.plain is None else device_ms
+                    us = 1e3 * measured(work.call, device, scale.repeats)
+                    plain_us = 0.0 if work.plain is None else 1e3 * device_ms(work.plain, device, scale.repeats)
                     floor_us = 1e3 * rates.floor_ms(work.num_bytes, work.operations)
-                    part.results.append(KernelTime(work.name, rows, us, floor_us))
+                    part.results.append(KernelTime(work.name, rows, us, floor_us, plain_us))
     finally:
         part.tables = [table(part.results, rates)]
 
@@ -59,11 +69,16 @@ def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> Non
 def table(times: Sequence[KernelTime], rates: Rates) -> Table:
     """Return one line for each kernel and number of rows."""
     note = (
-        f"Microseconds, launch included. Floor: bytes over {rates.bytes / 1e12:.2f} TB/s, or operations over "
-        f"{rates.operations / 1e12:.0f} TFLOP/s, both measured here. Few rows are bound by the launch."
+        "Microseconds. Torch: the same by its own operations, both in a CUDA graph; other kernels with their launch, which "
+        f"bounds few rows. Floor: bytes over {rates.bytes / 1e12:.2f} TB/s, or operations over "
+        f"{rates.operations / 1e12:.0f} TFLOP/s, both measured here."
     )
-    lines = [(t.name, f"{t.rows}", number(t.us), number(t.floor_us), number(t.us / t.floor_us)) for t in times]
-    return Table("Kernels", ("kernel", "rows", "us", "floor", "over floor"), tuple(lines), note)
+    lines = [
+        (t.name, f"{t.rows}", number(t.us), number(t.plain_us) if t.plain_us else "", number(t.floor_us),
+         number(t.us / t.floor_us))
+        for t in times
+    ]  # fmt: skip
+    return Table("Kernels", ("kernel", "rows", "us", "torch", "floor", "over floor"), tuple(lines), note)
 
 
 def _works(device: torch.device, scale: Scale, rows: int) -> Iterator[Work]:
@@ -92,8 +107,6 @@ def _between(kernels: Any, states: torch.Tensor, intermediate: int) -> Iterator[
     rows, hidden = states.shape
     half = states.element_size()
     norm = RMSNorm(torch.ones(hidden, dtype=states.dtype, device=states.device), 1e-5, adds_one=False)
-    add: Callable[[], object] = lambda: kernels.add_norm(states[None], states[None].clone(), norm, None)  # noqa: E731
-    yield Work("residual and norm", rows, add, 4 * half * rows * hidden)
     width = min(HEAD_WIDTH, hidden // 2)
     heads = hidden // width
     layout = HeadLayout(heads, max(1, heads // 4), width, None)
@@ -101,11 +114,21 @@ def _between(kernels: Any, states: torch.Tensor, intermediate: int) -> Iterator[
     cache = states.new_zeros(2, rows, layout.num_kv_heads, width)
     rotary = states.new_ones(2, 1, rows, width)
     slots = torch.arange(rows, device=states.device)
-    cos, sin = kernels.rotary_rows({}, *rotary)
-    turn: Callable[[], object] = lambda: kernels.rotate_and_store(qkv, layout, (cos, sin), cache[0], cache[1], slots)  # noqa: E731
-    yield Work("rotary and cache", rows, turn, 2 * half * qkv.numel())
     gates = states.new_empty(rows, 2 * intermediate).normal_()
-    yield Work("gate", rows, lambda: kernels.gate(gates.clone(), "silu"), 3 * half * rows * intermediate)
+
+    def add(own: Any) -> Callable[[], object]:
+        return lambda: own.add_norm(states[None], states[None].clone(), norm, None)
+
+    def turn(own: Any) -> Callable[[], object]:
+        cos, sin = own.rotary_rows({}, *rotary)
+        return lambda: own.rotate_and_store(qkv, layout, (cos, sin), cache[0], cache[1], slots)
+
+    def gate(own: Any) -> Callable[[], object]:
+        return lambda: own.gate(gates.clone(), "silu")
+
+    sizes = {"residual and norm": 4 * rows * hidden, "rotary and cache": 2 * qkv.numel(), "gate": 3 * rows * intermediate}
+    for (name, size), make in zip(sizes.items(), (add, turn, gate), strict=True):
+        yield Work(name, rows, make(kernels), half * size, plain=make(plain_layers))
 
 
 def _functions(device: torch.device) -> Any:

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from benchmarks.gpu.measuring import Case, Part, Rates, Scale, median_ms
+from benchmarks.gpu.measuring import Case, Part, Rates, Scale, device_ms, median_ms
 from eyas.bench.report import Table, number
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache
 from eyas.config import EngineConfig, TreeConfig
@@ -51,6 +52,8 @@ class Step:
     kernel_attention: float
     plain_attention: float
     attention_floor: float
+    device_attention: float
+    library_attention: float
 
 
 def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> None:
@@ -140,7 +143,9 @@ def measure_case(
     weights, kv = weight_bytes(target), _kv_bytes(target, case)
     floor = rates.floor_ms(weights + kv, weights * case.batch * case.rows)
     attention = rates.floor_ms(kv / len(target.kv_shapes))
-    return Step(name, case, floor, graphs_ms, forward, kernel, plain, layers[0], layers[1], attention)
+    alone = device_ms(works[-2], target.device, scale.repeats)
+    library = 0.0 if case.is_narrow else device_ms(_library(target, segments, kv_cache), target.device, scale.repeats)
+    return Step(name, case, floor, graphs_ms, forward, kernel, plain, layers[0], layers[1], attention, alone, library)
 
 
 def make_segments(case: Case, vocab_size: int) -> list[Segment]:
@@ -197,7 +202,7 @@ def tables(name: str, steps: Sequence[Step], rates: Rates) -> list[Table]:
         over_plain = number(s.graphs / beside.graphs) if beside else ""
         own, other = (s.floor, s.graphs, s.graphs / s.floor, s.forward), (s.kernel, s.plain)
         whole.append((*case, *map(number, own), over_plain, *map(number, other)))
-        attention = (s.attention_floor, s.kernel_attention, s.plain_attention)
+        attention = (s.attention_floor, s.device_attention, s.library_attention, s.kernel_attention, s.plain_attention)
         layers.append((*case, *(number(1e3 * ms) for ms in attention)))
     note = (
         f"ms of a whole step. Floor: bytes of weights, keys and values over {rates.bytes / 1e12:.2f} TB/s, or operations "
@@ -207,10 +212,14 @@ def tables(name: str, steps: Sequence[Step], rates: Rates) -> list[Table]:
     )
     columns = ("batch", "rows each", "cached each", "keys")
     times_of = (*columns, "floor", "graphs", "over floor", "forward", "over plain step", "launched", "plain path")
-    alone = "Microseconds of the attention of one layer, launches included. Floor: its keys and values."
+    attention_of = (*columns, "floor", "kernel", "library", "launched", "plain path")
+    alone = (
+        "Microseconds of the attention of one layer. Kernel and library (torch's, over keys that lie side by side) in a "
+        "CUDA graph; launched ones with their launches. Floor: its keys and values."
+    )
     return [
         Table(f"Verify steps of {name}", times_of, tuple(whole), note),
-        Table(f"Attention of {name}", (*columns, "floor", "kernel", "plain path"), tuple(layers), alone),
+        Table(f"Attention of {name}", attention_of, tuple(layers), alone),
     ]
 
 
@@ -249,6 +258,24 @@ def _layer(backend: ForwardBackend, target: TargetModel, segments: list[Segment]
     shape = (len(packed.tokens), num_kv * target.heads_per_kv, width)
     query = torch.randn(shape, dtype=target.dtype, device=target.device)
     return lambda: attend(query, kv_cache.keys[0], kv_cache.values[0], packed, width**-0.5)
+
+
+def _library(target: TargetModel, segments: Sequence[Segment], kv_cache: KVCache) -> Callable[[], object]:
+    """Return torch's attention over the same keys, as if they lay side by side already."""
+    batch, rows, context = len(segments), len(segments[0].tokens), len(segments[0].prefix)
+    num_kv, width = target.kv_shapes[0][:2]
+    index = np.concatenate([np.concatenate([each.prefix, each.slots]) for each in segments])
+    places = torch.from_numpy(index).to(target.device)
+    keys, values = (
+        pool[0][places].view(batch, -1, num_kv, width).transpose(1, 2).contiguous()
+        for pool in (kv_cache.keys, kv_cache.values)
+    )
+    query = torch.randn(batch, num_kv * target.heads_per_kv, rows, width, dtype=target.dtype, device=target.device)
+    mask = torch.ones(rows, context + rows, dtype=torch.bool)
+    if segments[0].visible is not None:
+        mask[:, context:] = torch.from_numpy(segments[0].visible)
+    mask = mask.to(target.device)
+    return lambda: F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=True)
 
 
 def weight_bytes(target: TargetModel) -> int:

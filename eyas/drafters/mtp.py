@@ -144,6 +144,7 @@ class MtpExpansion:
         hidden = self._head.config.hidden
         count = self._head.num_modules
         states = above.new_zeros(above.shape)
+        self._rows = list(self._rows)  # copies of this expansion keep the other list
         for module in range(min(level, count - 1), count):
             rows = self._rows[module] = self._rows[module].level(level, parents, tokens)
             source = module if level >= count else module - 1

@@ -154,7 +154,7 @@ class LogitRules:
             logits[rows, ids] += part.rules.biases.repeat(len(part.indices))
             _penalise(logits, part)
         rows, ids = upload(np.concatenate([cells for part in parts for cells in _banned(part)], axis=1), logits.device)
-        logits[rows, ids] = -torch.inf
+        logits[rows, ids] = logits.new_full((), -torch.inf)  # a number would be copied to the device, which waits
         for part in parts:
             _end_reasoning(logits, masked, part)
         return logits

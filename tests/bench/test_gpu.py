@@ -66,7 +66,14 @@ def test_a_run_reports_every_stage_with_cost_tables(tmp_path: Path, monkeypatch:
         assert f"| {stage} | done |" in text
     assert "did not run" not in text
     assert all(min(s["floor"], s["graphs"], s["forward"], s["plain_attention"]) > 0 for s in data["results"]["steps"])
+    assert all(
+        s["device_attention"] > 0 and (s["library_attention"] > 0) != s["case"]["is_narrow"]
+        for s in data["results"]["steps"]
+    )
     assert all(time["us"] > 0 and time["floor_us"] > 0 for time in data["results"]["kernels"])
+    assert {time["name"] for time in data["results"]["kernels"] if time["plain_us"]} == {
+        "residual and norm", "rotary and cache", "gate",
+    }  # fmt: skip
     chunks = data["results"]["prefill"]
     assert [(c["rows"], c["cached"]) for c in chunks] == [(3, 0), (3, 5), (16, 0), (16, 5)]
     assert all(min(c["whole"], c["floor"], c["attention"], c["tall"]) > 0 for c in chunks)
@@ -225,7 +232,7 @@ def replace_heads(config: LlamaConfig) -> LlamaConfig:
 
 def test_cost_tables_give_back_what_was_measured() -> None:
     ms = {Case(1, 1, 100): 5.1, Case(1, 60, 100): 6.1, Case(1, 60, 1100): 7.1, Case(4, 60, 100): 9.4}
-    steps = [Step("8b", case, 1, each, each, each, each, 1, 1, 1) for case, each in ms.items()]
+    steps = [Step("8b", case, 1, each, each, each, each, 1, 1, 1, 1, 1) for case, each in ms.items()]
     costs = cost_table("8b", steps, DEVICE)
     for case, each in ms.items():
         assert 1e3 * costs.seconds("verify", case.batch * case.rows, case.batch * case.cached) == pytest.approx(each)

@@ -47,6 +47,8 @@ class Expansion(Protocol):
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
         """Run the frontier of `level` (from 1).
 
+        Replaces what the expansion holds and changes nothing of it in place: copies of the expansion hold it too.
+
         Args:
             parents: row of each node's parent within the frontier before it, [S, W].
             tokens: draft vocabulary ids, [S, W].
