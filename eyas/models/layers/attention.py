@@ -165,7 +165,7 @@ def attend_slots(
     """Return the attention of a pass in the way that its inputs ask for, as `attend`, once keys and values are in their
     slots.
     """
-    group = packed.groups[0] if packed.groups else None
+    group = packed.groups[0] if packed.metadata is None and packed.groups else None
     if group is not None and group.covers_pass and group.shape[0] == 1 and packed.attend is None:
         # a pass of one segment needs no copy of its rows, and none of keys in consecutive slots
         num_rows, num_heads, width = query.shape
