@@ -199,7 +199,8 @@ class AdaptiveDraftBudget:
             self._pause = max(self._pause - 1, 0)
             if self._num_steps > self.NUM_FIRST and self._num_steps % self.PLAIN_STEPS:
                 return
-        self._host.observe(bool(requested), len(batch), times.other)
+        # between two steps a drafter elsewhere works too, which would look like a cost of trees
+        self._host.observe(bool(requested) and not self._is_apart, len(batch), times.other)
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
         is_decoding = not [scheduled for scheduled in batch if scheduled.tree is None]
         if is_decoding:
