@@ -116,10 +116,11 @@ def train(model: str, work: Path, minutes: float, text: Sequence[Path]) -> Path:
     settings = (f"model={model}", f"data.path={data}", *RECIPE)
     timing, num_timed = work / "timing", 1 + TIMED_STEPS
     if num_timed not in step_seconds(timing / "log.jsonl"):
-        _run((*settings, f"out={timing}", f"optimizer.max_steps={num_timed}", "eval.num_prompts=0"))
+        timed = (*settings, f"out={timing}", f"optimizer.max_steps={num_timed}", "eval.num_prompts=0")
+        run_eyas("train", "run", settings=timed)
     steps = steps_within(timing / "log.jsonl", minutes)
     print(f"training for {steps} steps, about {minutes:g} minutes with the evaluations", flush=True)
-    _run((*settings, f"out={run}", f"optimizer.max_steps={steps}", *EVALUATION))
+    run_eyas("train", "run", settings=(*settings, f"out={run}", f"optimizer.max_steps={steps}", *EVALUATION))
     return run / "best"
 
 
@@ -166,12 +167,9 @@ def write_prompts(file: Path) -> Path:
     return file
 
 
-def _run(settings: Sequence[str]) -> None:
-    run_eyas("train", "run", *(word for setting in settings for word in ("--set", setting)))
-
-
-def run_eyas(*words: str) -> None:
-    """Print and run a command of eyas, which shows its own progress."""
+def run_eyas(*words: str, settings: Sequence[str] = ()) -> None:
+    """Print and run a command of eyas, which shows its own progress. Each of `settings` follows a --set."""
+    words = (*words, *(word for setting in settings for word in ("--set", setting)))
     print(f"\n$ eyas {' '.join(words)}", flush=True)
     if code := subprocess.run([sys.executable, "-m", "eyas.cli", *words]).returncode:
         raise typer.Exit(code)

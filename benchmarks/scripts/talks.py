@@ -32,17 +32,8 @@ OPENERS = (
     *("Translate German to English:", "Übersetzung:", "Die", "Der Präsident", "English: It rains.\nGerman:", "Summarize:"),
     *("Summary:", "(CNN) --", "LONDON, England --", "The government said on Monday that", "By our reporter\n", "Problem:"),
     *("Solve the following:", "A farmer has", "If x =", "There are 12 students in a class.", "Solution:", "Let", "Answer:"),
-    *(
-        "Write an email",
-        "Write a story about",
-        "Explain",
-        "Describe",
-        "Imagine that you are",
-        "Compose",
-        "Dear",
-        "The",
-        "In",
-    ),
+    *("Write an email", "Write a story about", "Explain", "Describe", "Imagine that you are", "Compose", "Dear", "The"),
+    *("In"),
     *("Once upon a time", "This article", "It was", "According to", "A study published in", "The history of", "Passage:"),
     *("Document [1]", "Wikipedia:", "Title:", "The following is a list of", "Step 1:", "First,", "User:", "Assistant:"),
     *("Review:", "The movie", "Top 10", "Tips for", "How to make", "def ", "import", "#include"),
@@ -165,8 +156,8 @@ def write_data(model: str, work: Path, tokens: int) -> Path:
         texts = map(str, (documents, opened, continued))
         run_eyas("train", "prepare", *texts, f"--model={model}", f"--out={data}", f"--max-length={WINDOW}")
     settings = (f"model={model}", f"data.path={data}", f"out={work / 'unused'}", "threads=1")
-    words = (word for setting in settings for word in ("--set", setting))
-    run_eyas("train", "features", f"--config={RECIPES / 'eagle3.yaml'}", f"--out={work / 'features'}", *words)
+    recipe, features = RECIPES / "eagle3.yaml", work / "features"
+    run_eyas("train", "features", f"--config={recipe}", f"--out={features}", settings=settings)
     return data
 
 
@@ -235,8 +226,8 @@ def train(name: str, model: str, data: Path, work: Path, passes: float) -> None:
         "model": model, "data.path": data, "data.features": work / "features", "out": work / "heads" / name,
         "optimizer.max_steps": steps, "threads": 1, "save_every": 25, "log_every": 1,
     }  # fmt: skip
-    words = (word for key, value in settings.items() for word in ("--set", f"{key}={value}"))
-    run_eyas("train", "run", f"--config={RECIPES / name}.yaml", *words)
+    settings_words = [f"{key}={value}" for key, value in settings.items()]
+    run_eyas("train", "run", f"--config={RECIPES / name}.yaml", settings=settings_words)
 
 
 def num_windows(data: Path) -> int:

@@ -170,9 +170,9 @@ class Engine:
         wait, verified = collected - started, self._clock() - collected if batch else 0.0
         now = self._cost_clock()
         if outputs is not None:
-            draft_s, began = cost_collected - cost_started + self._request_s, cost_started - self._request_s
-            step_s = now - (began if self._observed is None else self._observed)
-            self.budget.observe(batch, outputs, StepTimes(draft_s, pass_s, step_s - draft_s - pass_s))
+            draft_s = cost_collected - cost_started + self._request_s
+            since = cost_started - self._request_s if self._observed is None else self._observed
+            self.budget.observe(batch, outputs, StepTimes(draft_s, pass_s, now - since - draft_s - pass_s))
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
         admitted, preempted = tuple(self.scheduler.admitted), tuple(self.scheduler.preempted)
         self.report = StepReport(wait, verified, num_rows, admitted, preempted, tuple(chunks.ended))

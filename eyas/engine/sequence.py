@@ -196,7 +196,7 @@ class Chunks(SequenceOf[Chunk]):
     outputs: StepOutputs | None = None
     emitted: SequenceOf[Emitted] = ()
 
-    @property
+    @cached_property
     def ended(self) -> list[str]:
         """Ids of the requests that end with the step."""
         finished = [self.batch[each.number].sequence.request.id for each in self.emitted if each.finish_reason is not None]

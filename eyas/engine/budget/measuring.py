@@ -206,8 +206,9 @@ def measure_sizes(
         bend = _bend(sorted(table), [table[size] for size in sorted(table)])
         if bend in table or not bend or not time_size(bend):
             break
-    for size in sorted(table) if clock() - began < REPEAT_LIMIT_S else ():
-        time_size(size)
+    if clock() - began < REPEAT_LIMIT_S:
+        for size in sorted(table):
+            time_size(size)
     if max(table) < largest:
         reason = "as they take too long or too much memory"
         log.warning("timed sizes up to %d of %d; larger ones are estimated, %s", max(table), largest, reason)

@@ -81,7 +81,7 @@ class LinearFuser(FeatureFuser):
         return rms_norm(states.view(-1, *self.norms.shape), self.norms, self._eps).view(states.shape)
 
     def forward(self, states: Tensor) -> Tensor:
-        states = states if self.norms is None else self.normed(states)
+        states = self.normed(states)
         is_packed = self.weight.dtype == torch.float32 and states.device.type == "cpu"
         fused = self._product(states) if self._product and is_packed else F.linear(states, self.weight, self.bias)
         return fused if self.output_norm is None else rms_norm(fused, self.output_norm, self._eps)

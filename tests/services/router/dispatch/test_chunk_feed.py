@@ -132,11 +132,17 @@ async def test_calls_share_messages_and_keep_their_order() -> None:
         await feed.close()
 
 
+async def followed(channel: grpc.aio.Channel, feed_id: str) -> Any:
+    """Open a feed of that id."""
+    follow = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
+    await follow.write(generation_pb2.FollowRequest(feed_id=feed_id))
+    return follow
+
+
 async def test_a_message_holds_the_chunks_of_a_step() -> None:
     verifier = Verifier()
     async with connected(verifier) as channel:
-        follow = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
-        await follow.write(generation_pb2.FollowRequest(feed_id="f"))
+        follow = await followed(channel, "f")
         assert not (await follow.read()).chunks
         calls = [replace(call_with(max_tokens=3), feed_id="f", feed_call=number) for number in range(4)]
         streams = [GenerationStub(channel).Generate(generate_call_to_proto(call)) for call in calls]
@@ -260,8 +266,7 @@ async def test_a_verifier_without_feeds_is_called_as_before() -> None:
 async def test_feeds_end_with_their_calls_when_a_verifier_stops() -> None:
     verifier = Verifier()
     async with connected(verifier) as channel:
-        follow = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
-        await follow.write(generation_pb2.FollowRequest(feed_id="f"))
+        follow = await followed(channel, "f")
         await follow.read()
         call = replace(call_with(max_tokens=2), feed_id="f", feed_call=7)
         stream = GenerationStub(channel).Generate(generate_call_to_proto(call))
@@ -272,15 +277,13 @@ async def test_feeds_end_with_their_calls_when_a_verifier_stops() -> None:
         last = await stream.read()
         assert isinstance(last, generation_pb2.GenerateChunk)
         assert await follow.code() is grpc.StatusCode.OK
-        again = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
-        await again.write(generation_pb2.FollowRequest(feed_id="g"))
+        again = await followed(channel, "g")
         assert await again.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_feed_ends_when_its_caller_names_no_more_calls() -> None:
     async with connected(Verifier()) as channel:
-        follow = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
-        await follow.write(generation_pb2.FollowRequest(feed_id="f"))
+        follow = await followed(channel, "f")
         await follow.read()
         await follow.done_writing()
         assert await follow.read() is grpc.aio.EOF
@@ -290,11 +293,9 @@ async def test_a_feed_ends_when_its_caller_names_no_more_calls() -> None:
 @pytest.mark.parametrize("feed_id", ["", "f"])
 async def test_a_feed_needs_an_id_of_its_own(feed_id: str) -> None:
     async with connected(Verifier()) as channel:
-        first = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
-        await first.write(generation_pb2.FollowRequest(feed_id="f"))
+        first = await followed(channel, "f")
         await first.read()
-        second = ChunkFeedStub(channel).Follow()  # type: ignore[call-arg]
-        await second.write(generation_pb2.FollowRequest(feed_id=feed_id))
+        second = await followed(channel, feed_id)
         assert await second.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
