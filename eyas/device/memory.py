@@ -57,11 +57,11 @@ def to_huge_pages(tensors: Iterable[Tensor], collapse: bool = True) -> None:
     spans = [_memory_of(tensor) for tensor in plain]
     if sum(size for _, size in spans) < HUGE_PAGE or not MAPPINGS.exists():
         return
-    pages = [range(start // HUGE_PAGE, -(-(start + size) // HUGE_PAGE)) for start, size in spans if size]
-    wanted = set(chain.from_iterable(pages))
+    wanted = set(chain.from_iterable(range(at // HUGE_PAGE, -(-(at + size) // HUGE_PAGE)) for at, size in spans if size))
     madvise = ctypes.CDLL(None).madvise
-    for mapping in _anonymous_mappings():
-        for first, end in _runs(sorted(wanted.intersection(mapping))):
+    # Advice on what is first touched skips memory around a tensor that is none; to collapse, a page must lie in one mapping.
+    for pages in (wanted.intersection(mapping) for mapping in _anonymous_mappings()) if collapse else (wanted,):
+        for first, end in _runs(sorted(pages)):
             memory = ctypes.c_void_p(first * HUGE_PAGE), ctypes.c_size_t((end - first) * HUGE_PAGE)
             if not collapse or madvise(*memory, MADV_COLLAPSE) != 0:
                 madvise(*memory, MADV_HUGEPAGE)
