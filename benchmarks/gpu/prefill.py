@@ -5,13 +5,12 @@ Chunks are launched kernel by kernel, as the engine launches them. Only the logi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from benchmarks.gpu.measuring import Part, Rates, Scale, median_ms
 from benchmarks.gpu.steps import make_target, weight_bytes
@@ -24,33 +23,23 @@ from eyas.models.inputs import Segment
 from eyas.models.layers.attention import attend
 from eyas.models.target import TargetModel
 
-# Rows of query heads in a tile of attention, beside each other.
-TILES = (64, 128)
-
 
 @dataclass(frozen=True)
 class Chunk:
     """Medians in ms of a pass over `rows` rows of a prompt behind `cached` ones, and their floors.
 
     Attributes:
-        attention: of one layer by the kernel, in tiles of 64 rows of query heads.
-        tall: in tiles of 128.
-        library: the same by torch's causal attention over contiguous keys; 0 behind a prefix.
+        kernel: attention of one layer by the kernel.
+        library: the same by torch's causal attention, copies of keys and values included.
     """
 
     rows: int
     cached: int
     whole: float
     floor: float
-    attention: float
     attention_floor: float
-    tall: float
+    kernel: float
     library: float
-
-    @property
-    def fastest(self) -> str:
-        """The tiles that win. Equal times are for the usual ones."""
-        return "128 rows" if self.tall < self.attention else "64 rows"
 
 
 def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> None:
@@ -85,35 +74,27 @@ def measure_chunk(
 ) -> Chunk:
     """Return one chunk in scattered slots."""
     segment = make_segment(rows, cached, target.vocab_size)
-    packed, *tiled = [with_tiles(backend, height).pack([segment]) for height in (0, *TILES)]
+    packed, *ways = [with_library(backend, least).pack([segment]) for least in (None, 0, 1)]
     num_kv, width = target.kv_shapes[0][:2]
     heads, half = num_kv * target.heads_per_kv, target.dtype
     query = torch.randn(rows, heads, width, dtype=half, device=target.device)
     keys, values = kv_cache.keys[0], kv_cache.values[0]
-    works: list[Callable[[], object]] = [lambda: backend.forward(packed, kv_cache).logits.argmax(-1).tolist()]
-    works += [partial(attend, query, keys, values, inputs, width**-0.5) for inputs in tiled]
-    whole, attention, tall = (median_ms(work, target.device, scale.repeats) for work in works)
-    library = 0.0
-    if cached == 0:
-        q, k, v = (x[:rows].transpose(0, 1)[None].contiguous() for x in (query, keys, values))
-        causal = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
-        library = median_ms(causal, target.device, scale.repeats)
+    whole = median_ms(lambda: backend.forward(packed, kv_cache).logits.argmax(-1).tolist(), target.device, scale.repeats)
+    works = [partial(attend, query, keys, values, inputs, width**-0.5) for inputs in ways]
+    kernel, library = (median_ms(work, target.device, scale.repeats) for work in works)
     moved, operations = attention_work(rows, cached, heads, num_kv, width, half.itemsize)
     layers, weights = len(target.kv_shapes), weight_bytes(target)
     head = target.model.get_output_embeddings().weight
     products = 2 * (rows * (weights - head.nbytes) + head.nbytes) / head.itemsize
     floor = rates.floor_ms(weights + layers * moved, products + layers * operations)
-    return Chunk(rows, cached, whole, floor, attention, rates.floor_ms(moved, operations), tall, library)
+    return Chunk(rows, cached, whole, floor, rates.floor_ms(moved, operations), kernel, library)
 
 
-def with_tiles(backend: ForwardBackend, rows: int) -> ForwardBackend:
-    """Return the backend with tiles of `rows` rows of query heads for prompts, 0 for its own.
-
-    Plain attention has no tiles.
-    """
-    if not rows or not isinstance(backend, KernelBackend):
+def with_library(backend: ForwardBackend, least: int | None) -> ForwardBackend:
+    """Return the backend with the library for prompts of `least` rows or more, for none of 0, and as it is for None."""
+    if least is None or not isinstance(backend, KernelBackend):
         return backend
-    return KernelBackend(backend.target, replace(backend.tiling, prefill_rows=rows), backend.scratch, backend.memory)
+    return KernelBackend(backend.target, replace(backend.tiling, library_rows=least), backend.scratch, backend.memory)
 
 
 def attention_work(rows: int, cached: int, heads: int, kv_heads: int, width: int, itemsize: int) -> tuple[int, int]:
@@ -137,18 +118,16 @@ def table(name: str, chunks: Sequence[Chunk], rates: Rates) -> Table:
     note = (
         "ms of a chunk of a prompt, launched kernel by kernel, and microseconds of the attention of one layer. Floors: "
         f"operations over {rates.operations / 1e12:.0f} TFLOP/s, or bytes over {rates.bytes / 1e12:.2f} TB/s. Library: "
-        "torch's causal attention over contiguous keys without a prefix. Attention runs in tiles of 64 and of 128 rows of "
-        "query heads. If 128 rows win, add the GPU to PREFILL_ROWS in eyas/models/backends/cuda.py."
+        "torch's causal attention over copies of keys and values. LIBRARY_ROWS in eyas/models/backends/cuda.py says from "
+        "how many rows on it serves prompts."
     )
     columns = (
-        "rows", "cached", "pass", "floor", "over floor", "64 rows", "floor", "over floor", "128 rows", "library", "faster",
+        "rows", "cached", "pass", "floor", "over floor", "attention: floor", "kernel", "library",
     )  # fmt: skip
     lines = []
     for c in chunks:
-        numbers = (c.whole, c.floor, c.whole / c.floor, 1e3 * c.attention, 1e3 * c.attention_floor)
-        library = number(1e3 * c.library) if c.library else ""
-        own = (*map(number, numbers), number(c.attention / c.attention_floor), number(1e3 * c.tall), library, c.fastest)
-        lines.append((f"{c.rows}", f"{c.cached}", *own))
+        attention = (1e3 * c.attention_floor, 1e3 * c.kernel, 1e3 * c.library)
+        lines.append((f"{c.rows}", f"{c.cached}", *map(number, (c.whole, c.floor, c.whole / c.floor, *attention))))
     return Table(f"Prefill of {name}", columns, tuple(lines), note)
 
 

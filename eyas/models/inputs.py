@@ -177,6 +177,8 @@ class PackedInputs:
         attend: replaces `attention.attend`.
         segments: what was packed, for groups, for kernels of the CPU and for recurrent layers.
         own_groups: in place of groups of the segments.
+        prompts: the long prompts that a pass with metadata ends with, one each, if a library may attend for them.
+        before_prompts: the rows before these, if there are any.
     """
 
     tokens: Tensor
@@ -187,6 +189,8 @@ class PackedInputs:
     metadata: AttentionMetadata | None = None
     segments: tuple[Segment, ...] = ()
     own_groups: tuple[PaddedGroup, ...] = ()
+    prompts: tuple[PaddedGroup, ...] = ()
+    before_prompts: PackedInputs | None = None
     _biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
     _recurrent: RecurrentRows | None = None
 
@@ -350,7 +354,6 @@ class MetadataShape:
         fixed_part: keys of a part, if parts begin at fixed positions so that results do not depend on the batch; else 0.
             Then `tiles` counts a tile once for each part, and part_rows is the number of rows of their results.
         shared_tiles: of `tiles`, those over a prefix that several segments share; rows then have twice the results.
-        product_rows: the most rows of query heads that a program of the kernel multiplies.
     """
 
     rows: int
@@ -362,7 +365,6 @@ class MetadataShape:
     fixed_part: int = 0
     part_rows: int = 0
     shared_tiles: int = 0
-    product_rows: int = 64
 
     @property
     def num_results(self) -> int:

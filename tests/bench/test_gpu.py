@@ -76,8 +76,7 @@ def test_a_run_reports_every_stage_with_cost_tables(tmp_path: Path, monkeypatch:
     }  # fmt: skip
     chunks = data["results"]["prefill"]
     assert [(c["rows"], c["cached"]) for c in chunks] == [(3, 0), (3, 5), (16, 0), (16, 5)]
-    assert all(min(c["whole"], c["floor"], c["attention"], c["tall"]) > 0 for c in chunks)
-    assert text.count("| 64 rows |\n") + text.count("| 128 rows |\n") == len(chunks), "the faster tiles of each chunk"
+    assert all(min(c["whole"], c["floor"], c["kernel"], c["library"]) > 0 for c in chunks)
     assert "| 2 | 5 | 9 | 8 bits |" in text
     assert "| batch | contender | step, ms | pass | sampler | draft round | host |" in text
     methods = {s["method"] for s in data["results"]["end-to-end"]["methods"]["scores"]}

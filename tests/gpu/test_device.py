@@ -13,7 +13,7 @@ from eyas.config.engine import KVCacheDtype
 from eyas.engine.build import assemble_engine
 from eyas.engine.deterministic import BatchInvariantRunner
 from eyas.engine.engine import Engine
-from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
+from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape, with_prompts
 from eyas.models.backends.cuda import build_backend, plan_backend
 from eyas.models.backends.cuda_graphs import GraphBackend
 from eyas.models.inputs import pack
@@ -33,15 +33,15 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
 MARGIN = 0.03  # of the largest logit: a few roundings of bfloat16 inside a tiny model
-SIZES = [(True, 60, 3000), (True, 1, 5000), (False, 200, 700), (True, 16, 1)]
+SIZES = [(True, 60, 3000), (True, 1, 5000), (True, 16, 1), (False, 200, 700), (False, 150, 0)]
 PROMPTS = [tuple(range(3, 3 + n)) for n in (1, 7, 30, 11)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("heads", [Heads(32, 8, 128), Heads(14, 2, 64), Heads(8, 4, 256), Heads(32, 32, 96)])
-@pytest.mark.parametrize(("window", "softcap", "prefill_rows"), [(None, None, 0), (512, 50.0, 0), (None, None, 128)])
+@pytest.mark.parametrize(("window", "softcap", "library_rows"), [(None, None, 0), (512, 50.0, 0), (None, None, 100)])
 def test_the_kernel_equals_the_plain_path_at_real_sizes(
-    dtype: torch.dtype, heads: Heads, window: int | None, softcap: float | None, prefill_rows: int
+    dtype: torch.dtype, heads: Heads, window: int | None, softcap: float | None, library_rows: int
 ) -> None:
     segments, device = make_pass(SIZES), torch.device("cuda")
     size, rows = sum(n + m for _, n, m in SIZES), sum(n for _, n, _ in SIZES)
@@ -50,8 +50,8 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
     query = torch.randn(rows, heads.query, heads.width, device=device, generator=generator)
     query, keys, values = (x.to(dtype) for x in (query, keys, values))
     most = 16 if dtype == torch.float32 else 64
-    shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, 132, most, prefill_rows))
-    packed = pack_with_metadata(segments, shape, size, device)
+    tiling = Tiling(heads.query // heads.kv, heads.kv, 132, most, library_rows)
+    packed = with_prompts(pack_with_metadata(segments, tight_shape(segments, tiling), size, device), segments, tiling)
     got = attend(query, keys, values, packed, scaling_of(heads), window, softcap).float()
     query, keys, values = query.double(), keys.double(), values.double()  # which no library multiplies with fewer bits
     exact = attend(query, keys, values, pack(segments, device), scaling_of(heads), window, softcap).float()

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # Registers that a thread may take in float32 and with wide heads: ptxas, left to choose, takes too few, and values spill.
 MOST_REGISTERS = 255
-# The widest heads whose results for 128 rows fit into registers, and those for 64 rows.
-SLIM_HEAD, NARROW_HEAD = 128, 256
+# The widest heads whose results for 64 rows fit into registers.
+NARROW_HEAD = 256
 # Blocks on their way: one of keys is multiplied, the next is loaded, and the slots of the one behind that.
 NUM_STAGES = 3
 # Numbers of a program of `_combine` from which on it has 8 warps: with 4, sm_100 spills registers.
@@ -126,7 +126,7 @@ def _constants(
     num_kv, value_width = values.shape[1:]
     width, group = query.shape[2], query.shape[1] // num_kv
     is_wide = _block_width(width) > NARROW_HEAD
-    rows = min(shape.tile_rows, max(1, min(shape.product_rows, _most_product_rows(query)) // group))
+    rows = min(shape.tile_rows, max(1, _most_product_rows(query) // group))
     pieces, block_m = -(-shape.tile_rows // rows), max(16, triton.next_power_of_2(rows * group))
     return pieces, {
         "PIECES": pieces,
@@ -150,8 +150,7 @@ def _most_product_rows(query: Tensor) -> int:
     """Return rows of query heads that fit into registers. Tiles with more are cut into pieces, each read by a program."""
     if query.dtype == torch.float32:
         return 16
-    width = _block_width(query.shape[2])
-    return 128 if width <= SLIM_HEAD else 64 if width <= NARROW_HEAD else 32
+    return 64 if _block_width(query.shape[2]) <= NARROW_HEAD else 32
 
 
 def _block_width(width: int) -> int:

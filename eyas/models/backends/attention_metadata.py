@@ -46,6 +46,7 @@ from eyas.models.inputs import (
     AttentionMetadata,
     MetadataShape,
     PackedInputs,
+    PaddedGroup,
     Segment,
     SegmentRows,
     TreeSegments,
@@ -85,7 +86,7 @@ class Tiling:
         num_kv: key-value heads.
         num_processors: of the device; each should have two programs.
         max_rows: of a matrix product that registers can hold.
-        prefill_rows: the same in passes of prompts, 0 for as many.
+        library_rows: of a prompt from which on a library attends for it, see `with_prompts`; 0 for never.
         longest: the most keys that a row may see.
         fixed_part: keys of parts at fixed positions; 0 cuts keys so that the device is full, and results depend on the
             batch.
@@ -95,7 +96,7 @@ class Tiling:
     num_kv: int
     num_processors: int
     max_rows: int = 64
-    prefill_rows: int = 0
+    library_rows: int = 0
     longest: int = 1 << 30
     fixed_part: int = 0
 
@@ -131,14 +132,7 @@ def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[Shar
     shared = sum(-(-run.rows // tile_rows) for run in runs)
     tiles = sum([-(-count // tile_rows) for count in counts]) + shared
     shape = tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows)
-    if runs or isinstance(segments, TreeSegments) or all(segment.visible is not None for segment in segments):
-        return replace(shape, shared_tiles=shared)
-    # Prompts take tall tiles if these are at most two thirds as many: those of trees beside them are half empty. Keys are
-    # cut as before, since a processor has one such program instead of two others.
-    tall = max(1, tiling.prefill_rows // tiling.heads_per_kv)
-    tiles = sum(-(-count // tall) for count in counts)
-    is_better = 3 * tiles <= 2 * shape.tiles
-    return replace(shape, tiles=tiles, tile_rows=tall, product_rows=tiling.prefill_rows) if is_better else shape
+    return replace(shape, shared_tiles=shared)
 
 
 class SharedRun(NamedTuple):
@@ -257,6 +251,35 @@ def pack_with_metadata(
     slots = packed.metadata.masks[-sum(len(segment.others) + len(segment.slots) for segment in segments) :]
     # positions are for sliding windows, which such rows do not have
     return replace(packed, metadata=replace(packed.metadata, slots=slots, key_positions=slots))
+
+
+def with_prompts(packed: PackedInputs, segments: Sequence[Segment], tiling: Tiling) -> PackedInputs:
+    """Let a library attend for the long prompts that a pass ends with, and the kernel for the rows before them.
+
+    Args:
+        packed: the segments with metadata, without padding and without runs that share a prefix.
+    """
+    if not tiling.library_rows or tiling.fixed_part or isinstance(segments, TreeSegments):
+        return packed
+    first = len(segments)
+    while first and _is_long_prompt(segments[first - 1], tiling.library_rows):
+        first -= 1
+    if first == len(segments) or packed.metadata is None:
+        return packed
+    counts, meta = [len(segment.tokens) for segment in segments], packed.metadata
+    starts = np.cumsum([0, *counts])
+    prompts = [PaddedGroup([segments[n]], starts[n : n + 1], False, packed.tokens.device) for n in range(first, len(counts))]
+    before, tile_rows = None, meta.shape.tile_rows
+    if first:
+        # tiles are in the order of the rows
+        num_tiles = sum(-(-count // tile_rows) for count in counts[:first])
+        shape = tiling.shape(int(starts[first]), 0, num_tiles, tile_rows)
+        before = replace(packed, metadata=replace(meta, shape=shape))
+    return replace(packed, prompts=tuple(prompts), before_prompts=before)
+
+
+def _is_long_prompt(segment: Segment, least: int) -> bool:
+    return segment.visible is None and not len(segment.others) and len(segment.tokens) >= least
 
 
 def _upload_and_write(words: Words, writes: TableWrites, memory: SlotMemory, device: torch.device) -> Tensor:

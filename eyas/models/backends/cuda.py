@@ -8,7 +8,7 @@ the signature of `eyas.models.layers.attention.attend` and a ForwardBackend that
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from eyas.models.backends.attention_metadata import (
     pack_with_metadata,
     shared_runs,
     tight_shape,
+    with_prompts,
 )
 from eyas.models.backends.base import BackendKind, BackendPlan, ForwardBackend
 from eyas.models.backends.cuda_graphs import Capture, CaptureLimits, CudaCapture, GraphBackend
@@ -43,8 +44,9 @@ NARROW_HEAD = 256  # wider ones must have 16 bits, and fewer of them may share k
 MAX_HEADS_PER_KV, MAX_WIDE_HEADS_PER_KV = 64, 32
 MAX_PREFIX = 1 << 28  # slots, 1 GiB of words; no graph holds a pass with more
 CHECKED_PROMPT = 70  # tokens; more than a block of keys
-# Rows of a matrix product of attention in passes of prompts, by compute capability: 128 where `make gpu` found them faster.
-PREFILL_ROWS: Mapping[tuple[int, int], int] = {}
+# Rows of a prompt from which on torch attends for it, in 16 bits. At 512 rows it takes a quarter of the kernel's time on an
+# H200; with fewer rows the copies of keys and values are not measured.
+LIBRARY_ROWS = 256
 
 log = logging.getLogger(__name__)
 
@@ -103,10 +105,11 @@ def check_kernels(launched: KernelBackend) -> None:
     choose others.
     """
     target = launched.target
-    ways: tuple[ForwardBackend, ...] = (target, launched)
     if target.is_mixture_of_experts:
         return
     rows, none = np.arange(4), np.zeros(0, dtype=np.int64)
+    tiling = replace(launched.tiling, library_rows=min(launched.tiling.library_rows, len(rows)))  # the prompt counts as long
+    ways: tuple[ForwardBackend, ...] = (target, KernelBackend(target, tiling, launched.scratch, launched.memory))
     parents = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=np.bool_)
     prompt = Segment(rows + 1, rows, rows, none, None, rows[-1:], states=StateStep(START, 1))
     states = StateStep(1, 2, stash=0)
@@ -179,8 +182,8 @@ def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_k
     if device.type != "cuda":
         return Tiling(heads_per_kv, num_kv, 1, rows)
     found = torch.cuda.get_device_properties(device)
-    prefill_rows = 0 if dtype == torch.float32 else PREFILL_ROWS.get((found.major, found.minor), 0)
-    return Tiling(heads_per_kv, num_kv, found.multi_processor_count, rows, prefill_rows)
+    library_rows = 0 if dtype == torch.float32 else LIBRARY_ROWS
+    return Tiling(heads_per_kv, num_kv, found.multi_processor_count, rows, library_rows)
 
 
 def why_no_kernel(target: TargetModel) -> str:
@@ -227,6 +230,7 @@ class KernelBackend:
         runs = shared_runs(segments, self.tiling)
         shape = tight_shape(segments, self.tiling, runs)
         packed = pack_with_metadata(segments, shape, self.scratch, self.target.device, runs, memory=self.memory)
+        packed = packed if runs else with_prompts(packed, segments, self.tiling)
         return replace(packed, segments=tuple(segments)) if self.target.state_shapes else packed
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:

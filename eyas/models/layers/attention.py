@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 
 from eyas.cache.kv_cache import KVCache, load_rows
 from eyas.device.transfer import on_device_of
@@ -21,6 +22,8 @@ from eyas.models.inputs import PackedInputs, PaddedGroup
 from eyas.models.layers.latent import MOST_ABSORBED_ROWS, LatentProjection, latent_projection
 
 ATTENTION_NAME = "eyas"
+# The widest heads of torch's fused attention on GPUs.
+LIBRARY_WIDTH = 256
 # Scores that are computed at a time where a softmax has sinks or a softcap.
 MOST_SCORES = 1 << 26
 
@@ -198,6 +201,9 @@ def attend(
         softcap: limit of the scores, as in Gemma 2.
         sinks: of each query head [H], as in gpt-oss: the score of a key without a value, which no softcap or scale changes.
     """
+    is_plain = window is None and softcap is None and sinks is None and query.shape[2] == values.shape[2] <= LIBRARY_WIDTH
+    if packed.prompts and is_plain:
+        return _attend_by_library(query, keys, values, packed, scaling)
     if packed.metadata is not None:
         from eyas.kernels.cuda import attention as kernel
 
@@ -209,6 +215,25 @@ def attend(
         return _attend_group(cells, keys, values, group, bias, scaling, softcap, sinks)
 
     return _over_groups(query, packed, values.shape[2], attend_group)
+
+
+def _attend_by_library(query: Tensor, keys: Tensor, values: Tensor, packed: PackedInputs, scaling: float) -> Tensor:
+    """Run `attend` for a pass that ends with long prompts, for these by torch's causal attention over copies of their keys
+    and values.
+    """
+    out, before = torch.empty_like(query), packed.before_prompts
+    start = 0 if before is None or before.metadata is None else before.metadata.shape.rows
+    if before is not None:
+        out[:start] = attend(query[:start], keys, values, before, scaling)
+    for group in packed.prompts:
+        end = start + group.shape[1]
+        q = query[start:end].transpose(0, 1)[None]  # [1, H, R, D]
+        k, v = (rows[None].transpose(1, 2) for rows in _gather_both(keys, values, group, query.dtype))  # [1, J, K, D]
+        causal = causal_lower_right(end - start, k.shape[2])  # the last row sees all keys
+        attended = F.scaled_dot_product_attention(q, k, v, causal, scale=scaling, enable_gqa=True)
+        out[start:end] = attended[0].transpose(0, 1)
+        start = end
+    return out
 
 
 def _over_groups(

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from eyas.api.request import Request, SamplingParams
 from eyas.engine.runner import drawn_rows, step_segments
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
-from eyas.models.backends.attention_metadata import Tiling, bucket_shape, build_words, max_words, tight_shape, words_of_all
+from eyas.models.backends.attention_metadata import (
+    Tiling,
+    bucket_shape,
+    build_words,
+    max_words,
+    pack_with_metadata,
+    tight_shape,
+    with_prompts,
+    words_of_all,
+)
 from eyas.models.backends.cuda_graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
 from eyas.models.inputs import Segment, TreeSegments, pack
 from eyas.protocol.tree import DraftTree
@@ -60,7 +69,7 @@ def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: list[Segment], spa
 
 @given(passes(max_segments=1, max_rows=70), st.integers(0, 40), st.integers(1, 8), st.integers(0, 500))
 def test_one_segment_is_laid_out_as_several_are(segments: list[Segment], spare: int, heads: int, prefix: int) -> None:
-    tiling, kept = Tiling(heads, 2, 16, prefill_rows=128), np.array([prefix])
+    tiling, kept = Tiling(heads, 2, 16), np.array([prefix])
     for shape in (tight_shape(segments, tiling), bucket_shape(len(segments[0].tokens) + spare, 6, tiling)):
         ours, plain = (build(segments, shape, 7, kept_prefixes=kept) for build in (build_words, words_of_all))
         assert ours.dtype == plain.dtype
@@ -95,21 +104,25 @@ def scheduled(tree: DraftTree, number: int) -> ScheduledSequence:
     return ScheduledSequence(sequence, slots[::-1][: len(tree)], sequence.computed, tree)
 
 
-def test_tall_tiles_are_for_passes_of_prompts() -> None:
-    """Not for trees, not in graphs, and not in deterministic mode, whose tiles are the same in any pass."""
-    usual = Tiling(4, 8, 132)
-    tiling, fixed = replace(usual, prefill_rows=128), replace(usual, fixed_part=1024)
-    trees, prompt = make_pass([(True, 16, 40)] * 20), make_pass([(False, 1000, 9)])
-    for segments in (prompt, [*trees[:9], *prompt]):
-        plain, tall = tight_shape(segments, usual), tight_shape(segments, tiling)
-        assert (plain.tile_rows, plain.product_rows, tall.tile_rows, tall.product_rows) == (16, 64, 32, 128)
-        assert tall.num_results == plain.num_results, "as much memory"
-        assert tight_shape(segments, replace(fixed, prefill_rows=128)) == tight_shape(segments, fixed)
-    for segments in (trees, [*trees, *make_pass([(False, 60, 9)])], make_pass([(True, 60, 9)])):
-        assert tight_shape(segments, tiling) == tight_shape(segments, usual)
+def test_a_library_attends_for_long_prompts_at_the_end() -> None:
+    """Not for trees, short prompts, prompts before other rows, and not in deterministic mode."""
+    tiling = Tiling(4, 8, 132, library_rows=30)
+    trees, long, short = make_pass([(True, 16, 40)] * 3), make_pass([(False, 100, 9)]), make_pass([(False, 29, 0)])
+
+    def prompts(segments: Seq[Segment], tiling: Tiling = tiling) -> tuple[int, list[int]]:
+        """Rows before the prompts, and rows of each."""
+        packed = pack_with_metadata(segments, tight_shape(segments, tiling), 9, torch.device("cpu"))
+        packed = with_prompts(packed, segments, tiling)
+        before = packed.before_prompts and packed.before_prompts.metadata
+        return before.shape.rows if before else 0, [group.shape[1] for group in packed.prompts]
+
+    assert prompts(long) == (0, [100])
+    assert prompts([*trees, *short, *long, *long]) == (48 + 29, [100, 100])
     whole_trees = segments_of([scheduled(DraftTree.chain(range(60)), number) for number in range(2)])
-    assert tight_shape(whole_trees, tiling) == tight_shape(whole_trees, usual)
-    assert bucket_shape(1024, 32, tiling) == bucket_shape(1024, 32, usual)
+    for segments in (trees, short, [*long, *trees], whole_trees):
+        assert prompts(segments) == (0, [])
+    for other in (replace(tiling, library_rows=0), replace(tiling, fixed_part=1024)):
+        assert prompts(long, other) == (0, [])
 
 
 def test_more_tiles_than_a_pass_has_are_no_words() -> None:

@@ -5,6 +5,7 @@ Capturing is CUDA's; without it a captured pass runs again from the same closure
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError
 from eyas.models.backends.attention_metadata import Tiling, build_words
+from eyas.models.backends.base import ForwardBackend
 from eyas.models.backends.cuda import KernelBackend, check_kernels, why_no_kernel, why_no_kernel_for
 from eyas.models.backends.cuda_graphs import CaptureLimits, CudaCapture, GraphBackend, without_collection
 from eyas.models.inputs import Segment
@@ -70,7 +72,7 @@ def backend(request: pytest.FixtureRequest, target: TargetModel, kv_cache: KVCac
     return GraphBackend(KernelBackend(target, TILING, kv_cache.scratch, memory), kv_cache, LIMITS, capture)
 
 
-def check_passes(target: TargetModel, backend: GraphBackend, kv_cache: KVCache, forests: Sequence[list[Segment]]) -> None:
+def check_passes(target: TargetModel, backend: ForwardBackend, kv_cache: KVCache, forests: Sequence[list[Segment]]) -> None:
     """Run all passes in turn and compare each with the plain path on a KV cache of its own."""
     for segments in forests:
         plain_kv_cache = filled_kv_cache(target)
@@ -172,6 +174,14 @@ def test_a_pass_that_cannot_be_uploaded_leaves_nothing_believed(
 
 def test_a_pass_that_no_graph_holds_is_launched(target: TargetModel, backend: GraphBackend, kv_cache: KVCache) -> None:
     check_passes(target, backend, kv_cache, [make_pass([(False, 30, 7), (True, 3, 2)])])
+
+
+@pytest.mark.filterwarnings("ignore:.*(ttention|backend|kernel)")  # of torch, that CPUs have no fused kernel for it
+def test_a_library_attends_for_long_prompts_of_a_pass(target: TargetModel, kv_cache: KVCache) -> None:
+    backend = KernelBackend(target, replace(TILING, library_rows=20), kv_cache.scratch)
+    forests = [make_pass([(True, 3, 2), (False, 30, 7), (False, 20, 0)]), make_pass([(False, 30, 7)])]
+    assert [len(backend.pack(segments).prompts) for segments in forests] == [2, 1]
+    check_passes(target, backend, kv_cache, forests)
 
 
 def test_a_model_that_cannot_be_captured_is_refused_by_name(target: TargetModel, kv_cache: KVCache) -> None:

@@ -202,7 +202,7 @@ def sink_calls(sm: int) -> None:
 
 
 def prefill_calls(sm: int) -> None:
-    """The attention of long prompts in tiles of 128 rows, over whole keys, and once over parts of them."""
+    """The attention of long prompts, over whole keys, and once over parts of them."""
     from eyas.kernels.cuda import attention as kernel
     from eyas.models.backends.attention_metadata import Tiling, max_words, tight_shape, view
 
@@ -212,7 +212,7 @@ def prefill_calls(sm: int) -> None:
         wanted += [(128, 8, True, None), (128, 4, False, 4096)]
     for (width, group, is_narrow, window), rows in [(wanted[0], 2048), *((each, 8192) for each in wanted)]:
         own = np.arange(rows)
-        tiling = Tiling(group, 8, 132, prefill_rows=128)
+        tiling = Tiling(group, 8, 132)
         shape = tight_shape([Segment(own, own, own, own[:0], None, own[-1:])], tiling)
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
         query = torch.zeros(rows, 8 * group, width, dtype=torch.bfloat16, device=META)
