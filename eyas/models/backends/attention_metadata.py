@@ -266,15 +266,16 @@ def with_prompts(packed: PackedInputs, segments: Sequence[Segment], tiling: Tili
         first -= 1
     if first == len(segments) or packed.metadata is None:
         return packed
-    counts, meta = [len(segment.tokens) for segment in segments], packed.metadata
+    counts = [len(segment.tokens) for segment in segments]
     starts = np.cumsum([0, *counts])
     prompts = [PaddedGroup([segments[n]], starts[n : n + 1], False, packed.tokens.device) for n in range(first, len(counts))]
-    before, tile_rows = None, meta.shape.tile_rows
+    before = None
     if first:
         # tiles are in the order of the rows
+        tile_rows = packed.metadata.shape.tile_rows
         num_tiles = sum(-(-count // tile_rows) for count in counts[:first])
         shape = tiling.shape(int(starts[first]), 0, num_tiles, tile_rows)
-        before = replace(packed, metadata=replace(meta, shape=shape))
+        before = replace(packed, metadata=replace(packed.metadata, shape=shape))
     return replace(packed, prompts=tuple(prompts), before_prompts=before)
 
 

@@ -221,7 +221,8 @@ def _attend_by_library(query: Tensor, keys: Tensor, values: Tensor, packed: Pack
     """Run `attend` for a pass that ends with long prompts, for these by torch's causal attention over copies of their keys
     and values.
     """
-    out, before = torch.empty_like(query), packed.before_prompts
+    out = torch.empty_like(query)
+    before = packed.before_prompts
     start = 0 if before is None or before.metadata is None else before.metadata.shape.rows
     if before is not None:
         out[:start] = attend(query[:start], keys, values, before, scaling)
