@@ -142,10 +142,10 @@ def drawn_rows(batch: Seq[ScheduledSequence]) -> DrawnRows:
             ends.append(scheduled.first + (len(scheduled.slots) if is_prompt else 1))
     drawing = np.array(places, np.int64)
     if not found:
-        return DrawnRows(None, drawing, len(batch), Draws([], [], drawing))
+        return DrawnRows(None, drawing, len(batch), Draws([], drawing))
     trees = pack_trees(found)
     at = np.repeat(ends, trees.nodes.counts) + trees.depths
-    return DrawnRows(trees, drawing, len(batch), Draws(keys, trees.nodes.counts, at))
+    return DrawnRows(trees, drawing, len(batch), Draws(keys, at, trees.nodes.counts))
 
 
 def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks: bool = False) -> Seq[Segment]:

@@ -6,12 +6,10 @@ id.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from eyas.kernels.arguments import Draw
+from eyas.kernels.arguments import Draws
 from eyas.kernels.by_device import rank, sampling_kernels
 from eyas.kernels.noise import exponential_noise
 from eyas.kernels.probabilities import exponential_race, target_probs
@@ -21,12 +19,12 @@ from eyas.protocol.commit import NoiseKey
 MAX_CANDIDATES = 256
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def sample(logits: Tensor, draws: Draws) -> Tensor:
     """Return one token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
 
     Temperature 0 takes the likeliest token. Above it, argmin noise / probs: noise depends on (seed, position, token) alone.
     """
-    if not draws:
+    if not len(draws):
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     return sampling_kernels(logits).draw_rows(logits.contiguous(), draws)
 
@@ -47,7 +45,7 @@ def candidates(logits: Tensor, k: int, first_id: int) -> Tensor:
     return torch.stack([scores.view(torch.int32), (found.ids + first_id).int()])
 
 
-def draw_candidates(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+def draw_candidates(found: Tensor, draws: Draws, vocab_size: int) -> Tensor:
     """Return what `sample` draws over the whole vocabulary with top-k, and top-p and min-p behind it: int64 [N].
 
     found: int32 [S, 2, N, k], `candidates` of each part in the order of their ids, with k not below any top-k of the draws
@@ -57,6 +55,6 @@ def draw_candidates(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Te
     logits, ids = (found[:, place].transpose(0, 1).flatten(1) for place in (0, 1))
     ordered = torch.sort(logits.view(torch.float32), dim=-1, descending=True, stable=True)
     ids = ids.long().gather(1, ordered.indices)
-    noise = exponential_noise([draw.key.seed for draw in draws], [draw.position for draw in draws], ids)
+    noise = exponential_noise([key.seed for key in draws.keys_of_rows], draws.positions.tolist(), ids)
     places = exponential_race(noise, target_probs(ordered.values, draws))
     return torch.cat([ids, torch.full_like(ids[:, :1], vocab_size)], 1).gather(1, places[:, None])[:, 0]

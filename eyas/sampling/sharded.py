@@ -5,13 +5,11 @@ Legend: N rows, P tokens of a rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eyas.kernels.arguments import MIN_TEMPERATURE, Draw, Kept, Scale
+from eyas.kernels.arguments import MIN_TEMPERATURE, Draws, Kept, Scale
 from eyas.kernels.by_device import sampling_kernels
 from eyas.kernels.plain.sampling import ordered_bits
 from eyas.kernels.probabilities import filters_of
@@ -23,7 +21,7 @@ SEARCH_BORDERS = range(1, 16)
 LAST_BORDERS = range(2)
 
 
-def likely_logits(logits: Tensor, draws: Sequence[Draw], rank: int, num_ranks: int) -> Tensor:
+def likely_logits(logits: Tensor, draws: Draws, rank: int, num_ranks: int) -> Tensor:
     """Return logits with minus infinity for what top-p and min-p of the whole vocabulary leave out, for `race`; float32
     [N, P].
 
@@ -43,14 +41,14 @@ def likely_logits(logits: Tensor, draws: Sequence[Draw], rank: int, num_ranks: i
         draws: of the rows, with temperatures above 0. NaN and infinity stay. Does not wait for the device.
     """
     logits = logits.contiguous()
-    filters = filters_of([draw.key for draw in draws], logits.device)
+    filters = filters_of(draws.keys_of_rows, logits.device)
     largest = largest_logits(logits)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     scale = Scale(largest, filters.temperature.clamp(min=MIN_TEMPERATURE))
     lowest = ordered_bits(largest).long() + (1 - 2**32)  # below all numbers
     before = wanted = torch.zeros_like(lowest)
     last = lowest
-    if any(draw.key.top_p < 1 for draw in draws):
+    if any(key.top_p < 1 for key in draws.keys):
         last, wanted = _last_kept(logits, scale, lowest, filters.top_p)
         own = sampling_kernels(logits).masses_from(logits, scale, last, 0, LAST_BORDERS)
         parts = [torch.empty_like(own) for _ in range(num_ranks)]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from eyas.device.transfer import Ints, download
-from eyas.kernels.arguments import Draw, Draws
+from eyas.kernels.arguments import Draws
 from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.logprobs import compute_logprobs, drawn_logits, read_logprobs
@@ -58,7 +58,7 @@ def verify(
     logits = masks.applied(output.logits, whole)
     ruled = rules.applied(drawn_logits(whole, logits), whole, masks)
     is_here = np.repeat([not drawn for drawn in is_drawn], [len(each.positions) for each in batch])
-    draws = rows.draws if is_here.all() else Draws.of([rows.draws[row] for row in np.flatnonzero(is_here).tolist()])
+    draws = rows.draws if is_here.all() else rows.draws.taken(np.flatnonzero(is_here))
     tokens = sample(ruled, draws)
     verdicts = rejection_sample(whole, ruled, draws)
     logprobs = compute_logprobs(whole, logits, tokens, verdicts)
@@ -166,6 +166,6 @@ def can_draw_in_parts(rows: LogitRows) -> bool:
     return rows.request.wants_tokens_alone and not (needs_rows or is_sampled or rows.prompt_tokens)
 
 
-def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> Tensor:
+def tokens_of(output: StepOutput, draws: Draws) -> Tensor:
     """Return the tokens of a step whose requests ask for nothing but a draw at each row, on the target's device."""
     return sample(output.logits, draws) if output.tokens is None else output.tokens

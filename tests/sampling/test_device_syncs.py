@@ -238,7 +238,7 @@ def rows_of(found: Sequence[DraftTree | None], positions: Sequence[int] = ()) ->
     places = np.array([number for number, tree in enumerate(found) if tree is not None])
     at = packed.depths + np.repeat(positions or [1] * len(places), packed.nodes.counts)
     keys = [Request(f"{number}", (3,), replace(PARAMS, seed=number)).noise_key for number in places.tolist()]
-    return DrawnRows(packed, places, len(found), Draws(keys, packed.nodes.counts, at))
+    return DrawnRows(packed, places, len(found), Draws(keys, at, packed.nodes.counts))
 
 
 @given(st.lists(trees(vocab_size=4), min_size=2, max_size=4), st.data())
