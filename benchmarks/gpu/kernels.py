@@ -13,10 +13,10 @@ from benchmarks.gpu.measuring import Part, Rates, Scale, device_ms, median_ms
 from eyas.bench.report import Table, number
 from eyas.device.placement import runs_triton
 from eyas.kernels.arguments import Draws
+from eyas.kernels.by_device import sample
 from eyas.kernels.plain import layers as plain_layers
 from eyas.models.layers.norms import HeadLayout, RMSNorm
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.sampler import sample
 
 HEAD_WIDTH = 128
 

@@ -110,6 +110,16 @@ def sampling_kernels(values: Tensor) -> SamplingKernels:
     return plain
 
 
+def sample(logits: Tensor, draws: Draws) -> Tensor:
+    """Return one token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
+
+    Temperature 0 takes the likeliest token. Above it, argmin noise / probs: noise depends on (seed, position, token) alone.
+    """
+    if not len(draws):
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    return sampling_kernels(logits).draw_rows(logits.contiguous(), draws)
+
+
 def rank(scores: Tensor, k: int) -> Ranked:
     """Return the k highest of each row of float32 scores [..., V], best first, exact ties ordered by lowest id."""
     if scores.shape[-1] <= MAX_SORTED:

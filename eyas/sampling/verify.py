@@ -12,11 +12,12 @@ from torch import Tensor
 
 from eyas.device.transfer import Ints, download
 from eyas.kernels.arguments import Draws
+from eyas.kernels.by_device import sample
 from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.logprobs import compute_logprobs, drawn_logits, read_logprobs
 from eyas.sampling.rejection import SiblingVerdicts, rejection_sample
-from eyas.sampling.sampler import MAX_CANDIDATES, sample
+from eyas.sampling.sharded import MAX_CANDIDATES
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
 NO_SAMPLES: Ints = np.zeros(0, np.int64)

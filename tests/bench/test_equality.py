@@ -11,12 +11,12 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cli.main import app
 from eyas.config import EngineConfig, TreeConfig
 from eyas.kernels.arguments import Draws, KVScales
+from eyas.kernels.by_device import sample
 from eyas.models.inputs import PackedInputs
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.progress import Progress
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
-from eyas.sampling.sampler import sample
 from tests.support.reference import load_reference
 
 SETTINGS = {

@@ -29,8 +29,7 @@ from eyas.models.inputs import Segment
 from eyas.models.parallel.plans import GATHERED, plan_of, style_of
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling.acceptance import StepOutput
-from eyas.sampling.sampler import candidates, draw_candidates, takes_candidates
-from eyas.sampling.sharded import likely_logits, warm_up_search
+from eyas.sampling.sharded import candidates, draw_candidates, likely_logits, takes_candidates, warm_up_search
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
 # in local memory is cheaper than a sum over ranks.

@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from eyas.kernels.arguments import MASS_BITS, Draws, Kept, Scale
-from eyas.kernels.by_device import rank
+from eyas.kernels.by_device import rank, sample
 from eyas.kernels.noise import exponential_noise, row_keys
 from eyas.kernels.plain import sampling as plain_kernels
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling import sampler
 from eyas.sampling import sharded as sharded_top_p
-from eyas.sampling.sampler import sample
-from eyas.sampling.sharded import likely_logits
+from eyas.sampling.sharded import candidates, draw_candidates, likely_logits, takes_candidates
 from tests.support.devices.rank_threads import RankThreads
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -95,7 +93,7 @@ def test_candidates_of_parts_draw_what_the_whole_draws(parts: int) -> None:
         NoiseKey(seed, 0.3 + 0.004 * seed, (1, 7, 40, 256)[seed % 4], (1.0, 0.9, 0.3)[seed % 3], (0.0, 0.1)[seed % 2])
         for seed in range(count)
     ]
-    assert all(map(sampler.takes_candidates, keys))
+    assert all(map(takes_candidates, keys))
     rows = Draws(keys, [5 * key.seed for key in keys])
     logits = 3 * torch.randn(count, size, generator=torch.Generator().manual_seed(parts))
     cases = [logits, logits.round(), logits.clone()]
@@ -103,9 +101,9 @@ def test_candidates_of_parts_draw_what_the_whole_draws(parts: int) -> None:
     cases[2][1], cases[2][2, size - 1], cases[2][3, 5], cases[2][4, 40] = -torch.inf, torch.inf, torch.nan, torch.nan
     for case in cases:
         own = torch.arange(size).chunk(parts)
-        found = [sampler.candidates(case[:, part].contiguous(), 256, int(part[0])) for part in own]
-        assert sampler.draw_candidates(torch.stack(found), rows, size).tolist() == plain(case, rows)
-    assert not any(map(sampler.takes_candidates, [NoiseKey(1, 1.0, 257), NoiseKey(1, 1.0, 0, 0.9), NoiseKey(1, 0.0, 5)]))
+        found = [candidates(case[:, part].contiguous(), 256, int(part[0])) for part in own]
+        assert draw_candidates(torch.stack(found), rows, size).tolist() == plain(case, rows)
+    assert not any(map(takes_candidates, [NoiseKey(1, 1.0, 257), NoiseKey(1, 1.0, 0, 0.9), NoiseKey(1, 0.0, 5)]))
 
 
 def hard_logits() -> torch.Tensor:

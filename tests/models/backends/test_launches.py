@@ -20,7 +20,7 @@ from eyas.cache.state_pools import StatePools, StateShape
 from eyas.cache.states import StateSizes, StateStep
 from eyas.drafters.trees.rows import RowLayout, SlotLevels, SlotRows
 from eyas.kernels.arguments import UNSCALED, Draws
-from eyas.kernels.by_device import sampling_kernels
+from eyas.kernels.by_device import sample, sampling_kernels
 from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 from eyas.models.backends.cuda import KernelBackend, why_no_kernel
 from eyas.models.inputs import PackedInputs, Segment
@@ -30,7 +30,6 @@ from eyas.models.layers.recurrent import RecurrentFunctions
 from eyas.models.parallel.shards import Shard
 from eyas.models.target import TargetModel
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.sampler import sample
 from eyas.sampling.sharded import likely_logits
 
 pytest.importorskip("triton", reason="triton is not installed")

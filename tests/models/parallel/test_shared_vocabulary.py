@@ -11,10 +11,10 @@ from torch import Tensor
 
 from eyas.api.request import Request, SamplingParams
 from eyas.kernels.arguments import Draws
+from eyas.kernels.by_device import sample
 from eyas.models.inputs import Segment
 from eyas.models.parallel.shards import Shard, SharedVocabulary
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.sampler import sample
 from eyas.sampling.sharded import likely_logits
 from eyas.sampling.verify import can_draw_in_parts
 from tests.support.devices.device_syncs import Waits

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from eyas.api.request import SamplingParams
 from eyas.api.validation import MAX_SEED
 from eyas.kernels.arguments import Draws
-from eyas.kernels.by_device import rank
+from eyas.kernels.by_device import rank, sample
 from eyas.kernels.noise import exponential_noise
 from eyas.kernels.probabilities import Filters, filtered_probs, target_probs
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.sampler import sample
 from tests.support import reference
 from tests.support.devices.device_syncs import Waits
 
