@@ -18,7 +18,7 @@ from eyas.errors import Unavailable
 from eyas.kernels.arguments import Draws
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.heads.fusers import FeatureFuser
-from eyas.models.inputs import Segment, TreeSegments
+from eyas.models.inputs import Segment, SegmentRows, Segments
 from eyas.models.parallel.shards import Exchanges
 from eyas.models.parallel.workers import TargetWorkers
 from eyas.models.target import TargetModel, TargetOutput
@@ -163,15 +163,16 @@ def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks
     are_trees = not [scheduled for scheduled in batch if scheduled.tree is None]
     # Next to prompts, the segments of their ends are made too and not used: only those of trees are.
     drawing = batch if are_trees else [batch[place] for place in rows.places.tolist()]
-    segments = TreeSegments(
-        rows.trees,
-        positions=rows.draws.positions - 1,  # a node's token is drawn for the position after it
-        # of a prompt only the last row is drawn at
-        slots=np.concatenate([s.slots if s.tree is not None else s.slots[-1:] for s in drawing]),
+    nodes, positions = rows.trees.nodes, rows.draws.positions - 1  # a node's token is drawn for the position after it
+    # of a prompt only the last row is drawn at
+    slots = np.concatenate([s.slots if s.tree is not None else s.slots[-1:] for s in drawing])
+    segments = Segments(
+        SegmentRows(nodes.tokens, positions, slots, logits_indices=np.arange(len(slots)), counts=nodes.counts),
         prefixes=[scheduled.sequence.slots[: scheduled.first] for scheduled in drawing],
         noise_keys=[_rank_key(scheduled) for scheduled in drawing] if draws_on_ranks else [None] * len(drawing),
         tables=[scheduled.sequence.table for scheduled in drawing],
         states=[scheduled.states for scheduled in drawing],
+        trees=rows.trees,
     )
     if are_trees:
         return segments

@@ -18,7 +18,7 @@ from torch import Tensor
 from eyas.cache.state_pools import StatePools, StateShape
 from eyas.cache.states import StateSizes, StateStep
 from eyas.kernels.arguments import RecurrentInputs
-from eyas.models.inputs import Segment
+from eyas.models.inputs import Segment, Segments
 from eyas.models.recurrent_rows import RecurrentRows
 from tests.support.devices.launches import META, Launch, recorded
 
@@ -213,7 +213,7 @@ def prefill_calls(sm: int) -> None:
     for (width, group, is_narrow, window), rows in [(wanted[0], 2048), *((each, 8192) for each in wanted)]:
         own = np.arange(rows)
         tiling = Tiling(group, 8, 132)
-        shape = tight_shape([Segment(own, own, own, own[:0], None, own[-1:])], tiling)
+        shape = tight_shape(Segments.of([Segment(own, own, own, own[:0], None, own[-1:])]), tiling)
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
         query = torch.zeros(rows, 8 * group, width, dtype=torch.bfloat16, device=META)
         keys = torch.zeros(1024, 8, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
