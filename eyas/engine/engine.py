@@ -288,12 +288,6 @@ class Engine:
     def vocab_size(self) -> int:
         return self.runner.target.vocab_size
 
-    def cached_blocks(self, limit: int) -> list[int]:
-        """Return the hashes of at most `limit` blocks of the prefix cache, the most useful ones; see
-        eyas.protocol.prefix_hash.
-        """
-        return self.scheduler.cache.cached_blocks(limit)
-
     def check(self) -> None:
         """Assert the integrity of slots, owners and cached prefixes. Valid between steps."""
         self.scheduler.check()
