@@ -211,7 +211,7 @@ class Engine:
         if len(batch) == 1:
             log.error("request %s ends: %s", batch[0].sequence.request.id, reason)
             meanwhile()
-            return StepOutputs.of([VerifyOutput(None, error=reason)])
+            return StepOutputs.empty(1, {0: VerifyOutput(None, error=reason)})
         log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
         middle = len(batch) // 2
         first = self._verified(batch[:middle], meanwhile, wait_for_masks)

@@ -186,7 +186,7 @@ def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks
 def _prompt_segment(scheduled: ScheduledSequence, draws_on_ranks: bool) -> Segment:
     """Return prompt tokens of one sequence. Logits are wanted where a token is drawn, and where its prompt asks for them."""
     sequence, first, num_rows = scheduled.sequence, scheduled.first, len(scheduled.slots)
-    num_logits = len(scheduled.logit_rows.prompt_tokens) + len(scheduled.logit_rows.positions)
+    num_logits = len(scheduled.logit_rows.prompt_tokens) + scheduled.logit_rows.num_drawn
     return Segment(
         tokens=np.array(sequence.tokens[first : first + num_rows], dtype=np.int64),
         positions=first + np.arange(num_rows),

@@ -67,7 +67,7 @@ def rejection_sample(batch: Sequence[LogitRows], logits: Tensor, draws: Draws) -
     for rows in batch:
         if rows.tree is not None and rows.tree.sampled is not None and rows.tree.families:
             trees[row] = rows.tree
-        row += len(rows.positions)
+        row += rows.num_drawn
     verdicts = SiblingVerdicts(trees, torch.zeros(0, 1, dtype=torch.int64, device=logits.device))
     if not trees:
         return verdicts
