@@ -158,12 +158,14 @@ def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks
         rows: where tokens are drawn, as `drawn_rows` gives it.
         draws_on_ranks: whether ranks draw, where a request allows it.
     """
-    if rows.trees is None:
+    num_trees = sum([scheduled.tree is not None for scheduled in batch])
+    if rows.trees is None or not num_trees:
         return [_prompt_segment(scheduled, draws_on_ranks) for scheduled in batch]
-    are_trees = not [scheduled for scheduled in batch if scheduled.tree is None]
+    are_trees = num_trees == len(batch)
     # Next to prompts, the segments of their ends are made too and not used: only those of trees are.
     drawing = batch if are_trees else [batch[place] for place in rows.places.tolist()]
-    nodes, positions = rows.trees.nodes, rows.draws.positions - 1  # a node's token is drawn for the position after it
+    nodes = rows.trees.nodes
+    positions = rows.draws.positions - 1  # a node's token is drawn for the position after it
     # of a prompt only the last row is drawn at
     slots = np.concatenate([s.slots if s.tree is not None else s.slots[-1:] for s in drawing])
     segments = Segments(

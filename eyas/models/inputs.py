@@ -96,7 +96,7 @@ class Segments(Sequence[Segment]):
     tables: Sequence[TableId | None]
     states: Sequence[StateStep | None]
     trees: PackedTrees | None = None
-    _segments: Sequence[Segment] = ()
+    _given: Sequence[Segment] = ()
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Segments:
@@ -117,7 +117,7 @@ class Segments(Sequence[Segment]):
             noise_keys=[s.noise_key for s in segments],
             tables=[s.table for s in segments],
             states=[s.states for s in segments],
-            _segments=segments,
+            _given=segments,
         )
 
     @property
@@ -129,15 +129,16 @@ class Segments(Sequence[Segment]):
         return len(self.prefixes)
 
     def __getitem__(self, index: Any) -> Any:
-        return list(self)[index]
+        return self._segments[index]
 
     def __iter__(self) -> Iterator[Segment]:
-        if self.trees is not None and not self._segments:
-            self._segments = self._cut(self.trees)
         return iter(self._segments)
 
-    def _cut(self, trees: PackedTrees) -> list[Segment]:
-        (tokens, positions, slots, rows, counts), visible, segments = self.rows, trees.visible, list[Segment]()
+    @cached_property
+    def _segments(self) -> Sequence[Segment]:
+        if self.trees is None:
+            return self._given
+        (tokens, positions, slots, rows, counts), visible, segments = self.rows, self.trees.visible, list[Segment]()
         ends = np.cumsum(counts).tolist()
         fields = (self.prefixes, self.noise_keys, self.tables, self.states)
         for start, end, prefix, key, table, states in zip([0, *ends[:-1]], ends, *fields, strict=True):

@@ -126,9 +126,10 @@ def _with_details(
         logprobs: as `compute_logprobs` gives them.
     """
     outputs = _usable(outputs, logits.shape[1])
-    details, end = dict(outputs.details), 0
+    details = dict(outputs.details)
     accepted = [outputs[number].accepted for number in numbers]
     reported = read_logprobs(whole, accepted, logprobs)
+    end = 0
     for number, rows, own, (prompt, values) in zip(numbers, whole, accepted, reported, strict=True):
         start, end = end, end + len(rows.prompt_tokens) + rows.num_drawn
         error = masks.error(rows.request.id, own)
