@@ -7,7 +7,7 @@ import itertools
 import random
 import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, aclosing, contextmanager
+from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
@@ -496,11 +496,8 @@ def _dtype_name(dtype: Any) -> str:
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Iterator[Callable[[bool], object]]:
     """Show a progress bar of prompts; yields what to call with whether one more is done."""
     if callable(use_tqdm):
-        bar = use_tqdm(total=total, desc="Processed prompts")
-        try:
+        with closing(use_tqdm(total=total, desc="Processed prompts")) as bar:
             yield bar.update
-        finally:
-            bar.close()
         return
     if not (use_tqdm and sys.stderr.isatty()):
         yield bool  # shows nothing

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from benchmarks.gpu.measuring import Part, Rates, Scale, device_ms, median_ms
 from eyas.bench.report import Table, number
 from eyas.device.placement import runs_triton
-from eyas.kernels.arguments import Draw
+from eyas.kernels.arguments import Draws
+from eyas.kernels.by_device import sample
 from eyas.kernels.plain import layers as plain_layers
 from eyas.models.layers.norms import HeadLayout, RMSNorm
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.sampler import sample
 
 HEAD_WIDTH = 128
 
@@ -98,7 +98,7 @@ def _works(device: torch.device, scale: Scale, rows: int) -> Iterator[Work]:
         ("sample, temperature 1", NoiseKey(1, 1.0)),
         ("sample, top_p", NoiseKey(1, 1.0, 50, 0.9)),
     ):
-        draws = [Draw(key, row) for row in range(rows)]
+        draws = Draws([key], range(rows), rows)
         yield Work(name, rows, lambda draws=draws: sample(logits, draws), 4 * rows * vocab)  # type: ignore[misc]
 
 

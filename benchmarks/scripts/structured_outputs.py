@@ -267,7 +267,7 @@ def _mask_cost(title: str, grammar: Grammar, ids: Sequence[int], batch: int) -> 
     for start in range(0, len(ids) - 5, 5):
         tokens = (5, *ids[:start])
         tree = _tree(tokens[-1], ids[start : start + 5])
-        rows = [LogitRows(request, tokens, tree, tuple(range(len(tree)))) for request in requests]
+        rows = [LogitRows(request, tokens, tree) for request in requests]
         before, began = time.process_time(), time.perf_counter()
         masks = manager.start(rows)()
         seconds, wall = seconds + time.process_time() - before, wall + time.perf_counter() - began

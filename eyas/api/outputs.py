@@ -120,7 +120,7 @@ class Logprob:
     decoded_token: str | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class CompletionOutput:
     """One completion of a prompt.
 
@@ -137,8 +137,8 @@ class CompletionOutput:
     """
 
     index: int
-    text: str
-    token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
@@ -149,6 +149,11 @@ class CompletionOutput:
     def finished(self) -> bool:
         """Return whether the completion has ended."""
         return self.finish_reason is not None
+
+    def copied(self) -> CompletionOutput:
+        """Return a copy that does not change with this one."""
+        logprobs = None if self.logprobs is None else list(self.logprobs)
+        return replace(self, token_ids=list(self.token_ids), logprobs=logprobs, stats=replace(self.stats))
 
 
 @dataclass(frozen=True)
@@ -175,33 +180,6 @@ class RequestOutput:
 
 
 @dataclass
-class _Completion:
-    """A completion in progress, since the last output that was a delta."""
-
-    token_ids: list[int] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    cumulative_logprob: float | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    seed: int | None = None
-    stats: GenerationStats = field(default_factory=GenerationStats)
-
-    def output(self, index: int) -> CompletionOutput:
-        return CompletionOutput(
-            index,
-            "".join(self.texts),
-            list(self.token_ids),
-            self.cumulative_logprob,
-            None if self.cumulative_logprob is None else list(self.logprobs),
-            self.finish_reason,
-            self.stop_reason,
-            self.seed,
-            replace(self.stats),
-        )
-
-
-@dataclass
 class OutputBuilder:
     """Builder that collects the chunks of a request's completions.
 
@@ -220,23 +198,26 @@ class OutputBuilder:
     tokenizer: Tokenizer | None = None
     error: EyasError | None = None
     unread: list[TextChunk] = field(default_factory=list)
-    _completions: dict[int, _Completion] = field(default_factory=dict)
+    _completions: dict[int, CompletionOutput] = field(default_factory=dict)  # since the last output that was a delta
     _prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     _num_cached: int = 0
 
     def add(self, received: TextChunk) -> None:
         """Add a chunk of the completion chunk.index."""
-        chunk, completion = received.chunk, self._completions.setdefault(received.chunk.index, _Completion())
+        chunk = received.chunk
+        completion = self._completions.setdefault(chunk.index, CompletionOutput(chunk.index))
         self.unread.append(received)
         completion.token_ids += chunk.token_ids
-        completion.texts.append(received.text)
+        completion.text += received.text
         completion.stats.add(chunk)
         if received.seed is not None:
             completion.seed = received.seed
         if chunk.index == 0:
             self._num_cached += chunk.num_cached
         if chunk.logprobs:
-            completion.logprobs += [dict(self._logprobs(entry)) for entry in chunk.logprobs]
+            if completion.logprobs is None:
+                completion.logprobs = []
+            completion.logprobs += map(self._logprobs, chunk.logprobs)
             new = sum(entry.logprob or 0.0 for entry in chunk.logprobs)
             completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + new
         if chunk.prompt_logprobs:
@@ -255,7 +236,7 @@ class OutputBuilder:
             self.request_id,
             self.prompt,
             list(self.prompt_token_ids),
-            [self._completions[index].output(index) for index in asked],
+            [self._completions[index].copied() for index in asked],
             self.num_running == 0,
             self._prompt_logprobs,
             self._num_cached,
@@ -266,7 +247,8 @@ class OutputBuilder:
         changed = sorted({received.chunk.index for received in self.take()})
         output = self.output(changed)
         for index in changed:
-            self._completions[index] = replace(self._completions[index], token_ids=[], texts=[], logprobs=[])
+            own = self._completions[index]
+            self._completions[index] = replace(own, text="", token_ids=[], logprobs=None if own.logprobs is None else [])
         return output
 
     def skip(self) -> bool:

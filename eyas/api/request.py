@@ -394,8 +394,6 @@ class Chunk:
 
     def first(self, num_tokens: int) -> Chunk:
         """Return the chunk with its first `num_tokens` tokens only."""
-        if num_tokens >= len(self.token_ids):
-            return self
         return replace(
             self,
             token_ids=self.token_ids[:num_tokens],

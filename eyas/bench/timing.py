@@ -26,7 +26,7 @@ from eyas.engine.runner import ModelRunner, drawn_rows, slot_width, step_segment
 from eyas.engine.sequence import QueueKey, ScheduledSequence
 from eyas.engine.sequence import Sequence as Running
 from eyas.errors import CheckpointError
-from eyas.kernels.arguments import Draw
+from eyas.kernels.arguments import Draws
 from eyas.models.checkpoint import resolve
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.target import TargetModel
@@ -321,7 +321,7 @@ def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, r
         )
         sequence.extend(slots[:cached])
         works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
-    draws = [Draw(GREEDY, position) for work in works for position in work.logit_rows.positions]
+    draws = Draws([GREEDY], [0] * (batch * rows), batch * rows)
     return lambda: tokens_of(runner.forward(step_segments(works, drawn_rows(works))), draws).tolist()
 
 

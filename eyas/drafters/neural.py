@@ -57,7 +57,7 @@ from eyas.models.backends.attention_metadata import pack_with_metadata, tight_sh
 from eyas.models.backends.cuda import tiling_on, why_no_kernel_for
 from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.heads.layers import LayerSizes
-from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.inputs import PackedInputs, Segment, Segments, pack
 from eyas.protocol.commit import ResyncRequired
 from eyas.protocol.tree import DraftTree
 
@@ -248,6 +248,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         device = self.draft_ids.device
         if self._slots is None:
             return pack(segments, device)
+        segments = Segments.of(segments)
         shape = tight_shape(segments, self._slots.trees.tiling)
         return pack_with_metadata(segments, shape, self._slots.spare, device)
 

@@ -23,7 +23,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.emulation.costs import DeviceCosts, PassKind
 from eyas.errors import ConfigError
 from eyas.models.backends.base import ForwardBackend
-from eyas.models.inputs import PackedInputs, Segment, prefixes_of
+from eyas.models.inputs import PackedInputs, Segment, Segments
 from eyas.models.target import TargetOutput
 
 T = TypeVar("T")
@@ -222,7 +222,8 @@ class EmulatedBackend:
         self._context = 0
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
-        self._context = sum(map(len, prefixes_of(segments)))
+        segments = Segments.of(segments)
+        self._context = sum(map(len, segments.prefixes))
         return self.backend.pack(segments)
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:

@@ -245,7 +245,7 @@ class AsyncEngine:
                 self._send()
         self._load = self._engine.load
         if self._announce_at is not None and time.monotonic() >= self._announce_at:
-            self.prefix_hashes = frozenset(self._engine.cached_blocks(ANNOUNCED_BLOCKS))
+            self.prefix_hashes = frozenset(self._engine.scheduler.cache.cached_blocks(ANNOUNCED_BLOCKS))
             self._announce_at = None
 
     def _wait_for_commands(self) -> list[Callable[[], None]]:

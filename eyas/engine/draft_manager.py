@@ -116,41 +116,37 @@ class DraftManager:
             budgets: of each sequence.
             allowed, logit_biases: by request id, see Commit; absent where there are none.
         """
-        drafter = self._drafter
-        if drafter is None:
-            return
-        # Where it fails, nothing is pending, so that the next step decodes plainly.
-        self._guarded(partial(self._request, drafter, sequences, budgets, allowed, logit_biases), sequences)
+        wanted = [(s, budget) for s, budget in zip(sequences, budgets, strict=True) if s.prefilling or budget.wants_tree]
+        if self._drafter is not None and wanted:
+            # Where it fails, nothing is pending, so that the next step decodes plainly.
+            self._guarded(partial(self._request, self._drafter, wanted, allowed, logit_biases), sequences)
 
     def _request(
         self,
         drafter: Drafter,
-        sequences: Seq[Sequence],
-        budgets: Seq[TreeBudget],
+        wanted: Seq[tuple[Sequence, TreeBudget]],
         allowed: Mapping[str, bytes],
         logit_biases: Mapping[str, tuple[KnownLogitBias, ...]],
     ) -> None:
-        wanted = [(s, budget) for s, budget in zip(sequences, budgets, strict=True) if s.prefilling or budget.wants_tree]
-        if wanted:
-            needs = drafter.needs
-            requested = [sequence for sequence, _ in wanted]
-            features: Iterable[Tensor | None] = repeat(None)
-            if needs.features:  # what the drafter lacks, all gathered at once
-                slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in requested]
-                features = torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots])
+        needs = drafter.needs
+        requested = [sequence for sequence, _ in wanted]
+        features: Iterable[Tensor | None] = repeat(None)
+        if needs.features:  # what the drafter lacks, all gathered at once
+            slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in requested]
+            features = torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots])
+        contexts = [
+            self._context(sequence, budget, rows) for (sequence, budget), rows in zip(wanted, features, strict=False)
+        ]
+        if needs.samples:
             contexts = [
-                self._context(sequence, budget, rows) for (sequence, budget), rows in zip(wanted, features, strict=False)
+                context._replace(samples=sequence.samples) if context.proposal == "deterministic" else context
+                for context, sequence in zip(contexts, requested, strict=True)
             ]
-            if needs.samples:
-                contexts = [
-                    context._replace(samples=sequence.samples) if context.proposal == "deterministic" else context
-                    for context, sequence in zip(contexts, requested, strict=True)
-                ]
-            for i, sequence in enumerate(requested if allowed or logit_biases else ()):
-                masks, biases = allowed.get(sequence.request.id, b""), logit_biases.get(sequence.request.id, ())
-                contexts[i] = contexts[i]._replace(allowed=masks, logit_biases=biases)
-            self._pending = drafter.request(contexts)  # if it raises, nothing is pending
-            self._contexts, self._requested = contexts, requested
+        for i, sequence in enumerate(requested if allowed or logit_biases else ()):
+            masks, biases = allowed.get(sequence.request.id, b""), logit_biases.get(sequence.request.id, ())
+            contexts[i] = contexts[i]._replace(allowed=masks, logit_biases=biases)
+        self._pending = drafter.request(contexts)  # if it raises, nothing is pending
+        self._contexts, self._requested = contexts, requested
 
     def _guarded(self, call: Callable[[], Result], sequences: Seq[Sequence] = ()) -> Result | None:
         """Return what a call of the drafter returns; None if it fails. Lack of memory passes, so that it is tried again."""
@@ -168,18 +164,14 @@ class DraftManager:
             self._failed.update(failed)
             self._ended += failed
             return None
-        self._note_no_memory(len(sequences))
-        return None
-
-    def _note_no_memory(self, num_sequences: int) -> None:
-        """Free cached memory. Called outside of `except`, where the error still holds the drafter's tensors."""
-        torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # outside of `except`, where the error still holds the drafter's tensors
         log.warning(
             "no memory to draft for %d requests; this step goes without drafts: lower engine.gpu_memory_utilization, "
             "drafting.max_kv_tokens or engine.max_num_seqs",
-            num_sequences,
+            len(sequences),
             extra={"rate_limited": True},
         )
+        return None
 
     def collect(self) -> list[DraftReply]:
         """Wait for the answers to `request`."""

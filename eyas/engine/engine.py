@@ -211,7 +211,7 @@ class Engine:
         if len(batch) == 1:
             log.error("request %s ends: %s", batch[0].sequence.request.id, reason)
             meanwhile()
-            return StepOutputs.of([VerifyOutput(None, error=reason)])
+            return StepOutputs.empty(1, {0: VerifyOutput(None, error=reason)})
         log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
         middle = len(batch) // 2
         first = self._verified(batch[:middle], meanwhile, wait_for_masks)
@@ -287,12 +287,6 @@ class Engine:
     @property
     def vocab_size(self) -> int:
         return self.runner.target.vocab_size
-
-    def cached_blocks(self, limit: int) -> list[int]:
-        """Return the hashes of at most `limit` blocks of the prefix cache, the most useful ones; see
-        eyas.protocol.prefix_hash.
-        """
-        return self.scheduler.cache.cached_blocks(limit)
 
     def check(self) -> None:
         """Assert the integrity of slots, owners and cached prefixes. Valid between steps."""

@@ -18,7 +18,7 @@ from eyas.errors import Unavailable
 from eyas.kernels.arguments import Draws
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.heads.fusers import FeatureFuser
-from eyas.models.inputs import Segment, TreeSegments
+from eyas.models.inputs import Segment, SegmentRows, Segments
 from eyas.models.parallel.shards import Exchanges
 from eyas.models.parallel.workers import TargetWorkers
 from eyas.models.target import TargetModel, TargetOutput
@@ -142,10 +142,10 @@ def drawn_rows(batch: Seq[ScheduledSequence]) -> DrawnRows:
             ends.append(scheduled.first + (len(scheduled.slots) if is_prompt else 1))
     drawing = np.array(places, np.int64)
     if not found:
-        return DrawnRows(None, drawing, len(batch), Draws([], [], drawing))
+        return DrawnRows(None, drawing, len(batch), Draws([], drawing))
     trees = pack_trees(found)
     at = np.repeat(ends, trees.nodes.counts) + trees.depths
-    return DrawnRows(trees, drawing, len(batch), Draws(keys, trees.nodes.counts, at))
+    return DrawnRows(trees, drawing, len(batch), Draws(keys, at, trees.nodes.counts))
 
 
 def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks: bool = False) -> Seq[Segment]:
@@ -158,20 +158,23 @@ def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks
         rows: where tokens are drawn, as `drawn_rows` gives it.
         draws_on_ranks: whether ranks draw, where a request allows it.
     """
-    if rows.trees is None:
+    num_trees = sum([scheduled.tree is not None for scheduled in batch])
+    if rows.trees is None or not num_trees:
         return [_prompt_segment(scheduled, draws_on_ranks) for scheduled in batch]
-    are_trees = not [scheduled for scheduled in batch if scheduled.tree is None]
+    are_trees = num_trees == len(batch)
     # Next to prompts, the segments of their ends are made too and not used: only those of trees are.
     drawing = batch if are_trees else [batch[place] for place in rows.places.tolist()]
-    segments = TreeSegments(
-        rows.trees,
-        positions=rows.draws.positions - 1,  # a node's token is drawn for the position after it
-        # of a prompt only the last row is drawn at
-        slots=np.concatenate([s.slots if s.tree is not None else s.slots[-1:] for s in drawing]),
+    nodes = rows.trees.nodes
+    positions = rows.draws.positions - 1  # a node's token is drawn for the position after it
+    # of a prompt only the last row is drawn at
+    slots = np.concatenate([s.slots if s.tree is not None else s.slots[-1:] for s in drawing])
+    segments = Segments(
+        SegmentRows(nodes.tokens, positions, slots, logits_indices=np.arange(len(slots)), counts=nodes.counts),
         prefixes=[scheduled.sequence.slots[: scheduled.first] for scheduled in drawing],
         noise_keys=[_rank_key(scheduled) for scheduled in drawing] if draws_on_ranks else [None] * len(drawing),
         tables=[scheduled.sequence.table for scheduled in drawing],
         states=[scheduled.states for scheduled in drawing],
+        trees=rows.trees,
     )
     if are_trees:
         return segments
@@ -185,7 +188,7 @@ def step_segments(batch: Seq[ScheduledSequence], rows: DrawnRows, draws_on_ranks
 def _prompt_segment(scheduled: ScheduledSequence, draws_on_ranks: bool) -> Segment:
     """Return prompt tokens of one sequence. Logits are wanted where a token is drawn, and where its prompt asks for them."""
     sequence, first, num_rows = scheduled.sequence, scheduled.first, len(scheduled.slots)
-    num_logits = len(scheduled.logit_rows.prompt_tokens) + len(scheduled.logit_rows.positions)
+    num_logits = len(scheduled.logit_rows.prompt_tokens) + scheduled.logit_rows.num_drawn
     return Segment(
         tokens=np.array(sequence.tokens[first : first + num_rows], dtype=np.int64),
         positions=first + np.arange(num_rows),

@@ -139,12 +139,11 @@ class ScheduledSequence:
     def logit_rows(self) -> LogitRows:
         """The last of its rows, whose logits are needed. A token is drawn there, except inside a prompt."""
         sequence, tree, end = self.sequence, self.drawn_tree, self.first + len(self.slots)
-        positions = () if tree is None else tuple([len(sequence.tokens) + depth for depth in tree.depths])
         asks = sequence.request.sampling.prompt_logprobs is not None
         prompt_tokens: list[int] = []
         if asks and self.tree is None and sequence.num_emitted == 0:
             prompt_tokens = sequence.tokens[self.first + 1 : end + (tree is None)]
-        return LogitRows(sequence.request, sequence.tokens, tree, positions, prompt_tokens)
+        return LogitRows(sequence.request, sequence.tokens, tree, prompt_tokens)
 
 
 class DraftReply(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -25,51 +25,37 @@ MIN_TEMPERATURE = 1e-6
 MASS_BITS = 40
 
 
-class Draw(NamedTuple):
-    """Inputs of a row's draw: the request's noise key and the absolute position of the token."""
-
-    key: NoiseKey
-    position: int
-
-
-class Draws(Sequence[Draw]):
-    """The draws of neighbouring rows with one key each, kept as arrays: a step has a thousand rows, and few keys.
+class Draws:
+    """The inputs of rows' draws besides logits. Neighbouring rows share a key: a step has a thousand rows, and few keys.
 
     Args:
         keys: of each run of rows, [K].
-        counts: its rows, [K].
-        positions: of all rows, [N].
+        positions: absolute position of each row's token, [N].
+        counts: rows of each run, [K]; one by default.
     """
 
-    def __init__(self, keys: Sequence[NoiseKey], counts: Sequence[int] | Ints, positions: Ints) -> None:
-        self.keys, self.positions = keys, positions
+    def __init__(
+        self, keys: Sequence[NoiseKey], positions: Sequence[int] | Ints, counts: Sequence[int] | Ints | int = 1
+    ) -> None:
+        self.keys = keys
+        self.positions: Ints = np.asarray(positions, np.int64)
         self._owners = np.repeat(np.arange(len(keys)), counts)
-
-    @classmethod
-    def of(cls, draws: Sequence[Draw]) -> Draws:
-        """Return the same draws."""
-        if isinstance(draws, Draws):
-            return draws
-        return cls([key for key, _ in draws], [1] * len(draws), np.array([at for _, at in draws], dtype=np.int64))
 
     def __len__(self) -> int:
         return len(self.positions)
 
-    @overload
-    def __getitem__(self, row: int) -> Draw: ...
-
-    @overload
-    def __getitem__(self, row: slice) -> Draws: ...
-
-    def __getitem__(self, row: int | slice) -> Draw | Draws:
-        if isinstance(row, slice):
-            owners = self._owners[row].tolist()
-            return Draws([self.keys[owner] for owner in owners], [1] * len(owners), self.positions[row])
-        return Draw(self.keys[self._owners[row]], int(self.positions[row]))
+    @property
+    def keys_of_rows(self) -> list[NoiseKey]:
+        """The key of each row [N]."""
+        return [self.keys[owner] for owner in self._owners.tolist()]
 
     def by_row(self, values: Sequence[float], dtype: type[np.generic]) -> npt.NDArray[Any]:
         """Return the value of each row's key [N], from one for each of `keys` [K]."""
         return np.array(values, dtype)[self._owners]
+
+    def taken(self, rows: Sequence[int] | Ints) -> Draws:
+        """Return the draws of some rows, in this order."""
+        return Draws([self.keys[owner] for owner in self._owners[rows].tolist()], self.positions[rows])
 
 
 def has_filters(key: NoiseKey) -> bool:

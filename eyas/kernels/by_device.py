@@ -15,7 +15,7 @@ from torch import Tensor
 from eyas.device.placement import runs_compiled, runs_triton
 from eyas.kernels.arguments import (
     UNSCALED,
-    Draw,
+    Draws,
     Frontier,
     Kept,
     KVScales,
@@ -40,14 +40,14 @@ MAX_SORTED = 256
 class SamplingKernels(Protocol):
     """Kernels for rows of logits, float32. Modules of this package are such."""
 
-    def draw_rows(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    def draw_rows(self, logits: Tensor, draws: Draws) -> Tensor:
         """Return one token id per row of logits [N, V], int64 [N]; V where a row holds NaN. N is above 0.
 
         Temperature 0 takes the likeliest token, above it argmin noise / probs.
         """
         ...
 
-    def race(self, logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
+    def race(self, logits: Tensor, draws: Draws, first_id: int, vocab_size: int) -> Tensor:
         """Return what each row's draw finds in one part of the vocabulary, for `best_of_races`; filters are not applied.
 
         Returns int32 [3, N]: bits of the part's largest logit, bits of its lowest score, and the token with it; vocab_size
@@ -59,7 +59,7 @@ class SamplingKernels(Protocol):
         """
         ...
 
-    def best_of_races(self, found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+    def best_of_races(self, found: Tensor, draws: Draws, vocab_size: int) -> Tensor:
         """Return what `draw_rows` draws over the whole vocabulary: int64 [N].
 
         found: int32 [parts, 3, N], `race` of each part in the order of their ids. A score of parts has a relative error of
@@ -108,6 +108,16 @@ def sampling_kernels(values: Tensor) -> SamplingKernels:
     from eyas.kernels.plain import sampling as plain
 
     return plain
+
+
+def sample(logits: Tensor, draws: Draws) -> Tensor:
+    """Return one token id per row, int64 [N]; logits float32 [N, V]. V where logits are NaN. Does not wait for the device.
+
+    Temperature 0 takes the likeliest token. Above it, argmin noise / probs: noise depends on (seed, position, token) alone.
+    """
+    if not len(draws):
+        return torch.empty(0, dtype=torch.int64, device=logits.device)
+    return sampling_kernels(logits).draw_rows(logits.contiguous(), draws)
 
 
 def rank(scores: Tensor, k: int) -> Ranked:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from eyas.device.transfer import upload
-from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draw
+from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draws
 from eyas.kernels.noise import exponential_noise
 from eyas.protocol.commit import NoiseKey
 
@@ -41,11 +41,11 @@ def filtering(keys: Sequence[NoiseKey]) -> list[int]:
     return [row for row, key in enumerate(keys) if key.top_k > 0 or key.top_p < 1]
 
 
-def target_probs(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def target_probs(logits: Tensor, draws: Draws) -> Tensor:
     """Return probabilities float32 [N, V] that each row's token is drawn from, not normalised; every filter has been
     applied.
     """
-    keys = [draw.key for draw in draws]
+    keys = draws.keys_of_rows
     return filtered_probs(logits, filters_of(keys, logits.device), upload(filtering(keys), logits.device))
 
 
@@ -91,13 +91,14 @@ def _filter(logits: Tensor, probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tens
     return torch.zeros_like(probs).scatter_(-1, ids, ordered)
 
 
-def draw_tokens(probs: Tensor, draws: Sequence[Draw]) -> Tensor:
+def draw_tokens(probs: Tensor, draws: Draws) -> Tensor:
     """Return one token id per row of probabilities [N, V], not necessarily normalised; int64 [N].
 
     V where a row holds NaN.
     """
     streams: dict[tuple[int, int], int] = {}
-    rows = [streams.setdefault((d.key.seed, d.position), len(streams)) for d in draws]
+    pairs = zip(draws.keys_of_rows, draws.positions.tolist(), strict=True)
+    rows = [streams.setdefault((key.seed, position), len(streams)) for key, position in pairs]
     vocabulary = torch.arange(probs.shape[-1], device=probs.device)
     noise = exponential_noise([seed for seed, _ in streams], [position for _, position in streams], vocabulary)
     return exponential_race(noise.index_select(0, upload(rows, probs.device)), probs)

@@ -5,7 +5,7 @@ Legend: R packed rows, B segments of a group, Q rows and K keys of the longest s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -79,44 +79,51 @@ class SegmentRows(NamedTuple):
     logits_indices: Ints
     counts: Ints
 
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> SegmentRows:
-        """Return the rows of at least one segment."""
-        if isinstance(segments, TreeSegments):
-            return segments.rows
-        counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
-        tokens, positions, slots = (
-            np.concatenate([getattr(s, name) for s in segments]) for name in ("tokens", "positions", "slots")
-        )
-        wanted = np.concatenate([s.logits_indices for s in segments])
-        # Wanted rows are numbered within their segment; packed rows begin where the segment does.
-        starts = np.repeat(counts.cumsum() - counts, [len(s.logits_indices) for s in segments])
-        return cls(tokens, positions, slots, wanted + starts, counts)
 
+@dataclass(eq=False)
+class Segments(Sequence[Segment]):
+    """The segments of a pass, with the rows of all of them as arrays.
 
-class TreeSegments(Sequence[Segment]):
-    """Segments that are trees, kept as the rows of all of them. Each segment is made on first use.
-
-    rows: of all segments. prefixes, noise_keys, tables, states: of each. trees: what they are.
-
-    Args:
-        positions, slots: of all rows, [R]. The others are as in Segment, [B].
+    Attributes:
+        rows: of all segments.
+        prefixes, noise_keys, tables, states: as in Segment, [B].
+        trees: what the segments are, if they were made as arrays of trees. Then each segment is made on first use.
     """
 
-    def __init__(
-        self,
-        trees: PackedTrees,
-        positions: Ints,
-        slots: Ints,
-        prefixes: Sequence[Ints],
-        noise_keys: Sequence[NoiseKey | None],
-        tables: Sequence[TableId | None],
-        states: Sequence[StateStep | None] = (),
-    ) -> None:
-        self.rows = SegmentRows(trees.nodes.tokens, positions, slots, np.arange(len(slots)), trees.nodes.counts)
-        self.prefixes, self.noise_keys, self.tables = prefixes, noise_keys, tables
-        self.states = states or [None] * len(prefixes)
-        self.trees = trees
+    rows: SegmentRows
+    prefixes: Sequence[Ints]
+    noise_keys: Sequence[NoiseKey | None]
+    tables: Sequence[TableId | None]
+    states: Sequence[StateStep | None]
+    trees: PackedTrees | None = None
+    _given: Sequence[Segment] = ()
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment]) -> Segments:
+        """Return any segments of a pass with their arrays; the same object if it has them."""
+        if isinstance(segments, Segments):
+            return segments
+        tokens, positions, slots, wanted = (
+            np.concatenate([NO_SLOTS, *[getattr(segment, name) for segment in segments]])
+            for name in ("tokens", "positions", "slots", "logits_indices")
+        )
+        counts = np.array([len(s.tokens) for s in segments], np.int64)
+        num_wanted = np.array([len(s.logits_indices) for s in segments], np.int64)
+        # Wanted rows are numbered within their segment; packed rows begin where the segment does.
+        wanted = wanted + np.repeat(counts.cumsum() - counts, num_wanted)
+        return cls(
+            SegmentRows(tokens, positions, slots, wanted, counts),
+            prefixes=[s.prefix for s in segments],
+            noise_keys=[s.noise_key for s in segments],
+            tables=[s.table for s in segments],
+            states=[s.states for s in segments],
+            _given=segments,
+        )
+
+    @property
+    def num_logits(self) -> int:
+        """Rows whose logits are asked for."""
+        return len(self.rows.logits_indices)
 
     def __len__(self) -> int:
         return len(self.prefixes)
@@ -124,8 +131,13 @@ class TreeSegments(Sequence[Segment]):
     def __getitem__(self, index: Any) -> Any:
         return self._segments[index]
 
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments)
+
     @cached_property
-    def _segments(self) -> list[Segment]:
+    def _segments(self) -> Sequence[Segment]:
+        if self.trees is None:
+            return self._given
         (tokens, positions, slots, rows, counts), visible, segments = self.rows, self.trees.visible, list[Segment]()
         ends = np.cumsum(counts).tolist()
         fields = (self.prefixes, self.noise_keys, self.tables, self.states)
@@ -137,36 +149,6 @@ class TreeSegments(Sequence[Segment]):
         return segments
 
 
-def count_logits(segments: Sequence[Segment]) -> int:
-    """Return rows whose logits are asked for."""
-    return count_rows(segments) if isinstance(segments, TreeSegments) else sum(len(s.logits_indices) for s in segments)
-
-
-def count_rows(segments: Sequence[Segment]) -> int:
-    """Return the rows of all segments."""
-    return len(segments.rows.slots) if isinstance(segments, TreeSegments) else sum(len(s.tokens) for s in segments)
-
-
-def prefixes_of(segments: Sequence[Segment]) -> Sequence[Ints]:
-    """Return the prefix of each segment."""
-    return segments.prefixes if isinstance(segments, TreeSegments) else [segment.prefix for segment in segments]
-
-
-def tables_of(segments: Sequence[Segment]) -> Sequence[TableId | None]:
-    """Return the slot table of each segment."""
-    return segments.tables if isinstance(segments, TreeSegments) else [segment.table for segment in segments]
-
-
-def states_of(segments: Sequence[Segment]) -> Sequence[StateStep | None]:
-    """Return what recurrent layers read and write for each segment."""
-    return segments.states if isinstance(segments, TreeSegments) else [segment.states for segment in segments]
-
-
-def noise_keys_of(segments: Sequence[Segment]) -> Sequence[NoiseKey | None]:
-    """Return the noise key of each segment."""
-    return segments.noise_keys if isinstance(segments, TreeSegments) else [segment.noise_key for segment in segments]
-
-
 @dataclass
 class PackedInputs:
     """The rows of all segments, one segment after the other, [R];
@@ -175,7 +157,7 @@ class PackedInputs:
         logits_indices: packed rows whose logits are computed.
         metadata: what the attention kernel reads instead of groups; rows and logits_indices may then be padded at the end.
         attend: replaces `attention.attend`.
-        segments: what was packed, for groups, for kernels of the CPU and for recurrent layers.
+        segments: those that were packed, for groups, for kernels of the CPU and for recurrent layers.
         own_groups: in place of groups of the segments.
         prompts: the long prompts that a pass with metadata ends with, one each, if a library may attend for them.
         before_prompts: the rows before these, if there are any.
@@ -187,7 +169,7 @@ class PackedInputs:
     logits_indices: Tensor
     attend: Callable[..., Tensor] | None = None
     metadata: AttentionMetadata | None = None
-    segments: tuple[Segment, ...] = ()
+    segments: Sequence[Segment] = ()
     own_groups: tuple[PaddedGroup, ...] = ()
     prompts: tuple[PaddedGroup, ...] = ()
     before_prompts: PackedInputs | None = None
@@ -244,10 +226,11 @@ class PackedInputs:
 
 def pack(segments: Sequence[Segment], device: torch.device) -> PackedInputs:
     """Pack segments for the plain attention and for kernels of the CPU."""
-    rows = SegmentRows.of(segments)
+    segments = Segments.of(segments)
+    rows = segments.rows
     tokens, positions, slots = upload(np.stack(rows[:3]).astype(np.int64, copy=False), device)
     wanted = upload(rows.logits_indices.astype(np.int64, copy=False), device)
-    return PackedInputs(tokens, positions, slots, wanted, segments=tuple(segments))
+    return PackedInputs(tokens, positions, slots, wanted, segments=segments)
 
 
 class PaddedGroup:
@@ -405,9 +388,9 @@ class TreePaths(NamedTuple):
     depths: Ints
 
 
-def tree_paths(segments: Sequence[Segment]) -> TreePaths:
+def tree_paths(segments: Segments) -> TreePaths:
     """Return the paths of all segments, as parts at fixed positions need them."""
-    if isinstance(segments, TreeSegments):
+    if segments.trees is not None:
         return _packed_paths(segments.trees)
     found = [_path_words(segment) for segment in segments]
     return TreePaths(

@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -103,15 +102,18 @@ class LogitRows(NamedTuple):
     Attributes:
         tokens: committed tokens, prompt and output so far.
         tree: nodes at which a token is drawn; a lone root at the end of a prompt, None inside a prompt.
-        positions: absolute position of the token that is drawn at each node.
         prompt_tokens: prompt tokens whose log-probabilities are asked for, each predicted by one row.
     """
 
     request: Request
     tokens: Sequence[int]
     tree: DraftTree | None
-    positions: tuple[int, ...]
     prompt_tokens: Sequence[int] = ()
+
+    @property
+    def num_drawn(self) -> int:
+        """The rows at which a token is drawn."""
+        return 0 if self.tree is None else len(self.tree)
 
 
 @dataclass(frozen=True)
@@ -202,29 +204,17 @@ class StepOutputs(Sequence[VerifyOutput]):
     details: Mapping[int, VerifyOutput] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, outputs: Sequence[VerifyOutput], levels: Sequence[int] = ()) -> StepOutputs:
-        """Return the outputs of single requests. levels: of their trees, if somebody reads them."""
-        accepted = [output.accepted or Accepted((), ()) for output in outputs]
-        nodes, tokens, samples = (
-            np.array(list(chain.from_iterable(values)), np.int64)
-            for values in (
-                [each.path for each in accepted],
-                [each.tokens for each in accepted],
-                [o.samples for o in outputs],
-            )
-        )
-        ends = np.cumsum([len(each.path) for each in accepted], dtype=np.int64)
-        sample_ends = np.cumsum([len(output.samples) for output in outputs], dtype=np.int64)
-        details = {number: output for number, output in enumerate(outputs) if any(output[2:])}
-        own = np.array(levels or [0] * len(outputs), np.int64)
-        return cls(nodes, tokens, ends, samples, sample_ends, own, details)
+    def empty(cls, num_requests: int, details: Mapping[int, VerifyOutput] | None = None) -> StepOutputs:
+        """Return the outputs of requests that draw no token."""
+        nothing, zeros = np.zeros(0, np.int64), np.zeros(num_requests, np.int64)
+        return cls(nothing, nothing, zeros, nothing, zeros, zeros, details or {})
 
     @classmethod
     def matched(cls, rows: DrawnRows, samples: Ints) -> StepOutputs:
         """Return the outputs of a step by the rule `match`. samples: drawn from the target, at each node [N]."""
         trees = rows.trees
         if trees is None:
-            return cls.of([NOTHING_MORE] * rows.num_requests)
+            return cls.empty(rows.num_requests)
         return cls.accepted(rows, samples, trees.nodes.tokens, samples, samples)
 
     @classmethod

@@ -85,7 +85,7 @@ class TokenMasks:
                 if mask is not None:
                     rows.append(start + node)
                     masks.append(mask.bits)
-            start += len(request_rows.positions)
+            start += request_rows.num_drawn
         if not rows:
             return logits
         index = upload(rows, logits.device)
@@ -191,9 +191,9 @@ class LogitRules:
                 self._rules[request.id] = self._prepared(request, logits) if request.sampling.has_logit_rules else None
             rules = self._rules[request.id]
             if rows.tree is not None and rules is not None:
-                must_end, positions = masks.must_end(request.id) if masks else None, np.array(rows.positions)
-                yield _Part(request, rows.tokens, rows.tree, positions, rules, start, must_end)
-            start += len(rows.positions)
+                must_end = masks.must_end(request.id) if masks else None
+                yield _Part(request, rows.tokens, rows.tree, rules, start, must_end)
+            start += rows.num_drawn
 
     def _prepared(self, request: Request, logits: Tensor) -> _RequestRules:
         sampling, num_prompt = request.sampling, len(request.prompt_ids) - request.num_emitted
@@ -224,14 +224,12 @@ class _Part:
     """The drawn rows of a request with rules, from row `start` of the step.
 
     Attributes:
-        positions: of the tokens drawn there, [n].
         must_end: rows where only the end of the output is left [n]; None for none.
     """
 
     request: Request
     tokens: Seq[int]
     tree: DraftTree
-    positions: Ints
     rules: _RequestRules
     start: int
     must_end: Bools | None
@@ -258,7 +256,8 @@ def _banned(part: _Part) -> Iterator[Ints]:
     """Yield the tokens that would end the output before min_tokens, and those that would complete a bad word: their rows and
     ids, [2, m].
     """
-    is_short = part.positions - len(part.request.prompt_ids) < part.request.sampling.min_tokens
+    num_emitted = len(part.tokens) - len(part.request.prompt_ids) + np.array(part.tree.depths)
+    is_short = num_emitted < part.request.sampling.min_tokens
     if part.must_end is not None:
         is_short &= ~part.must_end
     yield _cells(part.indices[is_short], part.rules.end_ids)

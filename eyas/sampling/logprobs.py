@@ -83,7 +83,7 @@ def drawn_logits(batch: Seq[LogitRows], logits: Tensor) -> Tensor:
     if not asking:
         return logits
     firsts = [(rows, start + len(rows.prompt_tokens)) for rows, start in _with_starts(batch)]
-    wanted = [row for rows, first in firsts for row in range(first, first + len(rows.positions))]
+    wanted = [row for rows, first in firsts for row in range(first, first + rows.num_drawn)]
     return logits[upload(wanted, logits.device)]
 
 
@@ -143,7 +143,7 @@ def _with_starts(batch: Seq[LogitRows]) -> Iterator[tuple[LogitRows, int]]:
     start = 0
     for rows in batch:
         yield rows, start
-        start += len(rows.prompt_tokens) + len(rows.positions)
+        start += len(rows.prompt_tokens) + rows.num_drawn
 
 
 def _prompt_rows(rows: LogitRows, start: int) -> Ints:
@@ -160,7 +160,7 @@ def _path_rows(batch: Seq[LogitRows], samples: Tensor, verdicts: SiblingVerdicts
         if rows.tree is not None and _reports_output(rows):
             trees[drawn] = rows.tree
             num_prompt_rows.append(start + len(rows.prompt_tokens) - drawn)
-        drawn += len(rows.positions)
+        drawn += rows.num_drawn
     walked, emitted = accepted_paths(trees, samples, verdicts)
     return torch.stack([walked + upload(num_prompt_rows, samples.device)[:, None], emitted]).flatten(1)
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from eyas.device.transfer import upload
-from eyas.kernels.arguments import Draw
+from eyas.kernels.arguments import Draws
 from eyas.kernels.noise import uniform_noise
 from eyas.kernels.probabilities import draw_tokens, target_probs
 from eyas.protocol.tree import DraftProbs, DraftTree
@@ -55,7 +55,7 @@ class SiblingVerdicts:
         return [[start + child for child in own] for start, tree in self.trees.items() for own in tree.families.values()]
 
 
-def rejection_sample(batch: Sequence[LogitRows], logits: Tensor, draws: Sequence[Draw]) -> SiblingVerdicts:
+def rejection_sample(batch: Sequence[LogitRows], logits: Tensor, draws: Draws) -> SiblingVerdicts:
     """Decide on the nodes of all sampled trees of a step, without waiting for the device.
 
     Args:
@@ -67,16 +67,16 @@ def rejection_sample(batch: Sequence[LogitRows], logits: Tensor, draws: Sequence
     for rows in batch:
         if rows.tree is not None and rows.tree.sampled is not None and rows.tree.families:
             trees[row] = rows.tree
-        row += len(rows.positions)
+        row += rows.num_drawn
     verdicts = SiblingVerdicts(trees, torch.zeros(0, 1, dtype=torch.int64, device=logits.device))
     if not trees:
         return verdicts
     parents = verdicts.parents
-    draws = [draws[row] for row in parents]
+    draws = draws.taken(parents)
     probs = target_probs(logits[upload(parents, logits.device)], draws).double()
     chances, residual = accept_probs(probs, Families.of(list(trees.values()), logits.device))
     orders = torch.arange(chances.shape[1], device=logits.device)
-    uniform = uniform_noise([draw.key.seed for draw in draws], [draw.position for draw in draws], orders)
+    uniform = uniform_noise([key.seed for key in draws.keys], draws.positions.tolist(), orders)
     return SiblingVerdicts(trees, torch.cat([(uniform < chances).long(), draw_tokens(residual, draws)[:, None]], 1))
 
 

@@ -1,20 +1,24 @@
-"""Top-p and min-p where each rank holds a part of the vocabulary: a search for the last logit that is kept.
+"""Draws where each rank holds a part of the vocabulary: with top-k from the likeliest tokens of all parts, with top-p and
+min-p after a search for the last logit that is kept.
 
-Legend: N rows, P tokens of a rank's part.
+Legend: N rows, P tokens of a rank's part, S parts, k candidates. Comparisons are float32; ties go to the lowest id.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from eyas.kernels.arguments import MIN_TEMPERATURE, Draw, Kept, Scale
-from eyas.kernels.by_device import sampling_kernels
+from eyas.kernels.arguments import MIN_TEMPERATURE, Draws, Kept, Scale
+from eyas.kernels.by_device import rank, sampling_kernels
+from eyas.kernels.noise import exponential_noise
 from eyas.kernels.plain.sampling import ordered_bits
-from eyas.kernels.probabilities import filters_of
+from eyas.kernels.probabilities import exponential_race, filters_of, target_probs
+from eyas.protocol.commit import NoiseKey
+
+# Top-k up to which a draw from parts of the vocabulary takes the likeliest tokens of each.
+MAX_CANDIDATES = 256
 
 # The search of `likely_logits`: each level divides the range in 16 parts, 2**shift wide. Ranks add up the mass above each of
 # the 15 borders. In the end each rank needs two masses of its own: from the last kept logit on, and above it.
@@ -23,7 +27,38 @@ SEARCH_BORDERS = range(1, 16)
 LAST_BORDERS = range(2)
 
 
-def likely_logits(logits: Tensor, draws: Sequence[Draw], rank: int, num_ranks: int) -> Tensor:
+def takes_candidates(key: NoiseKey) -> bool:
+    """Return whether the key's draws look at few tokens, which the likeliest ones of each part of the vocabulary contain."""
+    return key.temperature > 0 and 0 < key.top_k <= MAX_CANDIDATES
+
+
+def candidates(logits: Tensor, k: int, first_id: int) -> Tensor:
+    """Return the k likeliest tokens of each row in one part of the vocabulary, for `draw_candidates`.
+
+    logits: float32 [N, P] of the tokens from `first_id` on. Returns int32 [2, N, min(k, P)]: bits of logits, and ids. A part
+    with NaN has NaN among its logits.
+    """
+    found = rank(logits, min(k, logits.shape[1]))
+    scores = torch.cat([logits.amax(-1, keepdim=True), found.scores[:, 1:]], 1)
+    return torch.stack([scores.view(torch.int32), (found.ids + first_id).int()])
+
+
+def draw_candidates(found: Tensor, draws: Draws, vocab_size: int) -> Tensor:
+    """Return what `sample` draws over the whole vocabulary with top-k, and top-p and min-p behind it: int64 [N].
+
+    found: int32 [S, 2, N, k], `candidates` of each part in the order of their ids, with k not below any top-k of the draws
+    or all tokens of a part. top-k keeps the same tokens. Their probabilities are not divided by those of others, so a draw
+    can differ only where rounding decides: for the last token of top-p or min-p, or between the two best scores.
+    """
+    logits, ids = (found[:, place].transpose(0, 1).flatten(1) for place in (0, 1))
+    ordered = torch.sort(logits.view(torch.float32), dim=-1, descending=True, stable=True)
+    ids = ids.long().gather(1, ordered.indices)
+    noise = exponential_noise([key.seed for key in draws.keys_of_rows], draws.positions.tolist(), ids)
+    places = exponential_race(noise, target_probs(ordered.values, draws))
+    return torch.cat([ids, torch.full_like(ids[:, :1], vocab_size)], 1).gather(1, places[:, None])[:, 0]
+
+
+def likely_logits(logits: Tensor, draws: Draws, rank: int, num_ranks: int) -> Tensor:
     """Return logits with minus infinity for what top-p and min-p of the whole vocabulary leave out, for `race`; float32
     [N, P].
 
@@ -43,14 +78,14 @@ def likely_logits(logits: Tensor, draws: Sequence[Draw], rank: int, num_ranks: i
         draws: of the rows, with temperatures above 0. NaN and infinity stay. Does not wait for the device.
     """
     logits = logits.contiguous()
-    filters = filters_of([draw.key for draw in draws], logits.device)
+    filters = filters_of(draws.keys_of_rows, logits.device)
     largest = largest_logits(logits)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     scale = Scale(largest, filters.temperature.clamp(min=MIN_TEMPERATURE))
     lowest = ordered_bits(largest).long() + (1 - 2**32)  # below all numbers
     before = wanted = torch.zeros_like(lowest)
     last = lowest
-    if any(draw.key.top_p < 1 for draw in draws):
+    if any(key.top_p < 1 for key in draws.keys):
         last, wanted = _last_kept(logits, scale, lowest, filters.top_p)
         own = sampling_kernels(logits).masses_from(logits, scale, last, 0, LAST_BORDERS)
         parts = [torch.empty_like(own) for _ in range(num_ranks)]

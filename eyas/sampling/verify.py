@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from eyas.device.transfer import Ints, download
-from eyas.kernels.arguments import Draw, Draws
+from eyas.kernels.arguments import Draws
+from eyas.kernels.by_device import sample
 from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.logprobs import compute_logprobs, drawn_logits, read_logprobs
 from eyas.sampling.rejection import SiblingVerdicts, rejection_sample
-from eyas.sampling.sampler import MAX_CANDIDATES, sample
+from eyas.sampling.sharded import MAX_CANDIDATES
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
 NO_SAMPLES: Ints = np.zeros(0, np.int64)
@@ -53,12 +53,13 @@ def verify(
         samples = NO_SAMPLES if tokens is None else download(tokens)[0].astype(np.int64)
         return _usable(StepOutputs.matched(rows, samples), vocab_size)
     is_drawn = output.is_drawn or (False,) * len(batch)
-    whole = [each for each, drawn in zip(batch, is_drawn, strict=True) if not drawn]
+    numbers = [number for number, drawn in enumerate(is_drawn) if not drawn]
+    whole = [batch[number] for number in numbers]
     masks = wait_for_masks()
     logits = masks.applied(output.logits, whole)
     ruled = rules.applied(drawn_logits(whole, logits), whole, masks)
-    is_here = np.repeat([not drawn for drawn in is_drawn], [len(each.positions) for each in batch])
-    draws = rows.draws if is_here.all() else Draws.of([rows.draws[row] for row in np.flatnonzero(is_here).tolist()])
+    is_here = np.repeat([not drawn for drawn in is_drawn], [each.num_drawn for each in batch])
+    draws = rows.draws if is_here.all() else rows.draws.taken(np.flatnonzero(is_here))
     tokens = sample(ruled, draws)
     verdicts = rejection_sample(whole, ruled, draws)
     logprobs = compute_logprobs(whole, logits, tokens, verdicts)
@@ -72,8 +73,7 @@ def verify(
     cut = {number: masks.length(each.request.id, own.accepted) for number, (each, own) in enumerate(pairs)}
     if shorter := {number: length for number, length in cut.items() if length is not None}:
         outputs = outputs.shortened(shorter)
-    starts = np.cumsum([0, *(len(each.prompt_tokens) + len(each.positions) for each in whole)])
-    return _with_details(batch, is_drawn, outputs, _Logits(logits, starts), masks, values)
+    return _with_details(numbers, whole, outputs, logits, masks, values)
 
 
 def accept_drafts(rows: DrawnRows, samples: Ints, verdicts: SiblingVerdicts, cells: Ints, places: Ints) -> StepOutputs:
@@ -105,53 +105,38 @@ def _usable(outputs: StepOutputs, vocab_size: int) -> StepOutputs:
     """Return the outputs, with an error for requests whose last token, `vocab_size`, stands for logits that are NaN."""
     if (outputs.tokens < vocab_size).all():
         return outputs
-    unusable = VerifyOutput(None, error=UNUSABLE_LOGITS)
-    found = {number: unusable for number, output in enumerate(outputs) if is_unusable(output, vocab_size)}
-    return replace(outputs, details=found)
-
-
-def is_unusable(output: VerifyOutput, vocab_size: int) -> bool:
-    """Return whether the last token of a request, `vocab_size`, stands for logits that are NaN."""
-    return output.accepted is not None and output.accepted.tokens[-1] >= vocab_size
-
-
-class _Logits(NamedTuple):
-    """Logits [R, V], and where the rows of each request begin among them [B + 1]."""
-
-    values: Tensor
-    starts: Ints
+    accepted = [(number, output.accepted) for number, output in enumerate(outputs)]
+    found = [number for number, own in accepted if own is not None and own.tokens[-1] >= vocab_size]
+    return replace(outputs, details=dict.fromkeys(found, VerifyOutput(None, error=UNUSABLE_LOGITS)))
 
 
 def _with_details(
-    batch: Sequence[LogitRows],
-    is_drawn: Sequence[bool],
+    numbers: Sequence[int],
+    whole: Sequence[LogitRows],
     outputs: StepOutputs,
-    logits: _Logits,
+    logits: Tensor,
     masks: TokenMasks,
     logprobs: npt.NDArray[np.float64],
 ) -> StepOutputs:
-    """Return the outputs with errors and log-probabilities. is_drawn: whether the logits of a request are elsewhere [B]."""
-    found, vocab_size = list(outputs), logits.values.shape[1]
-    numbers = [number for number, drawn in enumerate(is_drawn) if not drawn]
-    whole = [batch[number] for number in numbers]
-    reported = iter(read_logprobs(whole, [found[number].accepted for number in numbers], logprobs))
-    details, place = dict[int, VerifyOutput](), 0
-    for number, (rows, output) in enumerate(zip(batch, found, strict=True)):
-        error, unusable = "", is_unusable(output, vocab_size)
-        if is_drawn[number]:
-            if unusable:
-                details[number] = VerifyOutput(None, error=UNUSABLE_LOGITS)
-            continue
-        prompt, own = next(reported)
-        start, end = logits.starts[place : place + 2]
-        place += 1
-        error = masks.error(rows.request.id, output.accepted)
-        if unusable and (not error or bool(logits.values[start:end].isnan().any())):
-            details[number] = VerifyOutput(None, error=UNUSABLE_LOGITS)
-        elif error:
+    """Return the outputs with errors and log-probabilities.
+
+    Args:
+        numbers: of the requests in `whole` among all of the step.
+        logits: of the rows of these requests [R, V].
+        logprobs: as `compute_logprobs` gives them.
+    """
+    outputs = _usable(outputs, logits.shape[1])
+    details = dict(outputs.details)
+    accepted = [outputs[number].accepted for number in numbers]
+    reported = read_logprobs(whole, accepted, logprobs)
+    end = 0
+    for number, rows, own, (prompt, values) in zip(numbers, whole, accepted, reported, strict=True):
+        start, end = end, end + len(rows.prompt_tokens) + rows.num_drawn
+        error = masks.error(rows.request.id, own)
+        if error and not (number in details and bool(logits[start:end].isnan().any())):
             details[number] = VerifyOutput(None, error=error, is_invalid=True)
-        elif prompt or own:
-            details[number] = VerifyOutput(None, (), own, prompt)
+        elif number not in details and (prompt or values):
+            details[number] = VerifyOutput(None, (), values, prompt)
     return replace(outputs, details=details)
 
 
@@ -166,6 +151,6 @@ def can_draw_in_parts(rows: LogitRows) -> bool:
     return rows.request.wants_tokens_alone and not (needs_rows or is_sampled or rows.prompt_tokens)
 
 
-def tokens_of(output: StepOutput, draws: Sequence[Draw]) -> Tensor:
+def tokens_of(output: StepOutput, draws: Draws) -> Tensor:
     """Return the tokens of a step whose requests ask for nothing but a draw at each row, on the target's device."""
     return sample(output.logits, draws) if output.tokens is None else output.tokens

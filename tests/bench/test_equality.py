@@ -10,13 +10,13 @@ from eyas.bench.settings import OfflineSettings
 from eyas.cache.kv_cache import KVCache
 from eyas.cli.main import app
 from eyas.config import EngineConfig, TreeConfig
-from eyas.kernels.arguments import Draw, KVScales
+from eyas.kernels.arguments import Draws, KVScales
+from eyas.kernels.by_device import sample
 from eyas.models.inputs import PackedInputs
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.progress import Progress
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
-from eyas.sampling.sampler import sample
 from tests.support.reference import load_reference
 
 SETTINGS = {
@@ -96,7 +96,7 @@ def logits_after(folder: str, tokens: tuple[int, ...]) -> torch.Tensor:
 def test_a_difference_is_measured_where_it_happens(temperature: float, tiny_target: str) -> None:
     """The token that the engine draws scores highest, and the first difference is explained."""
     logits = logits_after(tiny_target, (*PROMPT, 20, 21))
-    (drawn,) = sample(logits[None], [Draw(NoiseKey(3, temperature), 5)]).tolist()
+    (drawn,) = sample(logits[None], Draws([NoiseKey(3, temperature)], [5])).tolist()
     other = (drawn + 1) % 48
     found = DivergenceExplainer(settings_for(tiny_target, temperature)).divergence(
         PROMPT, 3, (20, 21, drawn, 1), (20, 21, other, 2)

@@ -112,9 +112,9 @@ def test_every_row_of_a_tree_is_steered_by_its_own_history(
     sequence = Sequence(Request("a", tuple(prompt), kind), QueueKey(0.0, 0), list(before), NO_SLOTS)
     work = ScheduledSequence(sequence, np.arange(len(tree) if tree else 1), len(before) - 1, tree)
     other = ScheduledSequence(under(sequence, "b", SamplingParams(temperature=0)), work.slots, work.first, tree)
-    logits = 3 * torch.randn(3 * len(work.logit_rows.positions), 6, generator=torch.Generator().manual_seed(len(before)))
+    logits = 3 * torch.randn(3 * work.logit_rows.num_drawn, 6, generator=torch.Generator().manual_seed(len(before)))
     steered = LogitRules(frozenset({1})).applied(logits, [other.logit_rows, work.logit_rows, other.logit_rows])
-    size = len(work.logit_rows.positions)
+    size = work.logit_rows.num_drawn
     assert torch.equal(steered[:size], logits[:size])
     assert torch.equal(steered[2 * size :], logits[2 * size :])
     for node in range(size):

@@ -13,7 +13,8 @@ from eyas.engine.sequence import DraftReply, ScheduledSequence
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
+from eyas.sampling.acceptance import Accepted
+from tests.support.strategies import outputs_of
 from tests.support.toy_engine import largest_budgets
 
 EOS = 1
@@ -37,17 +38,17 @@ def request(name: str, prompt: int = 5, max_tokens: int = 8, **sampling: object)
     return Request(name, tuple(range(10, 10 + prompt)), SamplingParams(max_tokens=max_tokens, seed=0, **sampling))  # type: ignore[arg-type]
 
 
-def output(scheduled: ScheduledSequence, tokens: tuple[int, ...]) -> VerifyOutput:
+def output(scheduled: ScheduledSequence, tokens: tuple[int, ...]) -> Accepted | None:
     """As if the whole chain had been accepted."""
     tokens = tokens[: len(scheduled.tree)] if scheduled.tree else tokens
-    return VerifyOutput(Accepted(tuple(range(len(tokens))), tokens) if scheduled.logit_rows.tree else None)
+    return Accepted(tuple(range(len(tokens))), tokens) if scheduled.logit_rows.tree else None
 
 
 def step(scheduler: Scheduler, tokens: tuple[int, ...] = (20,)) -> list[Chunk]:
     budgets = largest_budgets(scheduler, scheduler.running)
     drafts = [DraftReply(s, chain(own, tokens), 0, 0) for s, own in zip(scheduler.running, budgets, strict=True)]
     batch = scheduler.schedule(drafts)
-    return scheduler.commit(batch, StepOutputs.of([output(each, tokens if each.tree else tokens[-1:]) for each in batch]))
+    return scheduler.commit(batch, outputs_of([output(each, tokens if each.tree else tokens[-1:]) for each in batch]))
 
 
 def chain(budget: TreeBudget, tokens: tuple[int, ...]) -> DraftTree:
@@ -61,7 +62,7 @@ def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
     for _ in range(3):
         works = scheduler.schedule([])
         sizes.append([len(work.slots) for work in works])
-        scheduler.commit(works, StepOutputs.of([output(works[0], (20,))]))
+        scheduler.commit(works, outputs_of([output(works[0], (20,))]))
     assert sizes == [[3], [3], [1]]
 
 
@@ -139,7 +140,7 @@ def test_trees_shrink_so_that_a_step_keeps_its_rows() -> None:
     nodes = []
     for count in range(1, 13):
         scheduler.add(request(f"{count}", max_tokens=20))
-        scheduler.commit(works := scheduler.schedule([]), StepOutputs.of([output(work, (20,)) for work in works]))
+        scheduler.commit(works := scheduler.schedule([]), outputs_of([output(work, (20,)) for work in works]))
         nodes.append(largest_budgets(scheduler, scheduler.running)[-1].max_nodes)
     assert nodes == [8, 8, 6, 5, 4, 3, 2, 2, 2, 2, 1, 1]
 

@@ -1,4 +1,4 @@
-"""Properties of draft trees and of the acceptance walk over them."""
+"""Properties of draft trees."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from eyas.kernels.choice import tree_kernels
 from eyas.kernels.plain import trees as plain
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import TreeLimits, are_valid_trees, pack_trees
-from tests.support.strategies import accept, trees
+from tests.support.strategies import trees
 
 
 @given(trees())
@@ -74,16 +74,6 @@ def test_paths_step_from_parent_to_child(tree: DraftTree) -> None:
         assert all(tree.parents[below] == above for above, below in itertools.pairwise(path))
 
 
-@given(trees(), st.data())
-def test_accepted_tokens_are_the_samples_along_the_accepted_path(tree: DraftTree, data: st.DataObject) -> None:
-    sampled = data.draw(st.lists(st.integers(0, 7), min_size=len(tree), max_size=len(tree)))
-    outcome = accept(tree, sampled)
-    assert outcome.tokens == tuple(sampled[node] for node in outcome.path)
-    assert tuple(tree.tokens[node] for node in outcome.path[1:]) == outcome.tokens[:-1]
-    assert tree.child(outcome.path[-1], outcome.tokens[-1]) is None
-    assert outcome.path == tree.path(outcome.path[-1])
-
-
 @given(trees())
 def test_a_valid_tree_passes_and_its_limits_are_tight(tree: DraftTree) -> None:
     tree.validate(tree.tokens[0], 8, len(tree), tree.depth)
@@ -108,16 +98,6 @@ def test_a_valid_tree_passes_and_its_limits_are_tight(tree: DraftTree) -> None:
 def test_a_tree_that_breaks_the_contract_is_named(tree: DraftTree, reason: str) -> None:
     with pytest.raises(InvalidTree, match=reason):
         tree.validate(3, 9, 8, 4)
-
-
-def test_a_root_only_tree_emits_exactly_the_bonus_token() -> None:
-    assert accept(DraftTree.root_only(5), [7]).tokens == (7,)
-
-
-def test_a_chain_accepts_up_to_the_first_mismatch() -> None:
-    outcome = accept(DraftTree.chain([1, 2, 3, 4]), [2, 3, 9, 9])
-    assert outcome.tokens == (2, 3, 9)
-    assert outcome.path == (0, 1, 2)
 
 
 @given(trees(), st.data())

@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 
+import numpy as np
 from hypothesis import strategies as st
 
 from eyas.api.request import SamplingParams
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import Accepted
+from eyas.sampling.acceptance import Accepted, StepOutputs
 
 
 @st.composite
@@ -41,3 +43,11 @@ def unchecked(sampling: SamplingParams, **values: object) -> SamplingParams:
     other = copy(sampling)
     vars(other).update(values)
     return other
+
+
+def outputs_of(accepted: Sequence[Accepted | None]) -> StepOutputs:
+    """Outputs of a step in which requests get these tokens and nothing else."""
+    some = [each for each in accepted if each is not None]
+    nodes, tokens = (np.array([value for each in some for value in each[field]], np.int64) for field in (0, 1))
+    ends = np.cumsum([0 if each is None else len(each.path) for each in accepted], dtype=np.int64)
+    return replace(StepOutputs.empty(len(accepted)), nodes=nodes, tokens=tokens, ends=ends)

@@ -16,8 +16,8 @@ from eyas.engine.scheduler import Scheduler
 from eyas.engine.sequence import DraftReply, ScheduledSequence, Sequence
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
-from tests.support.strategies import accept
+from eyas.sampling.acceptance import Accepted
+from tests.support.strategies import accept, outputs_of
 
 VOCAB = 3
 TREE = TreeConfig(num_draft_tokens=6, num_steps=3, top_k=2)
@@ -77,8 +77,8 @@ class ToyEngine:
         chunks = self.scheduler.reap()
         batch = self.scheduler.schedule(drafts)
         self.num_rows = sum(len(scheduled.slots) for scheduled in batch)
-        outputs = [VerifyOutput(self._forward(*each)) for each in zip(batch, self._prefixes(batch), strict=True)]
-        chunks += self.scheduler.commit(batch, StepOutputs.of(outputs))
+        accepted = [self._forward(*each) for each in zip(batch, self._prefixes(batch), strict=True)]
+        chunks += self.scheduler.commit(batch, outputs_of(accepted))
         for chunk in chunks:
             self.chunks.setdefault(chunk.request_id, []).append(chunk)
         self.scheduler.check()

@@ -49,7 +49,7 @@ from eyas.errors import ConfigError
 from eyas.kernels.probabilities import filtered_probs_no_sync
 from eyas.models.backends.attention_metadata import bucket_shape, build_words, max_words, view
 from eyas.models.backends.cuda_graphs import MAX_GRAPH_ROWS, Capture, Out, padded_size, row_buckets
-from eyas.models.inputs import MetadataShape, PackedInputs, Segment
+from eyas.models.inputs import MetadataShape, PackedInputs, Segment, Segments
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees
 
@@ -399,7 +399,7 @@ class ExtendGraphs:
 
     def _write(self, passes: Sequence[Sequence[Segment]], shapes: Sequence[MetadataShape]) -> None:
         for segments, shape, buffer in zip(passes or ((), ()), shapes, self._words, strict=True):
-            words = build_words(segments, shape, self._place.slots.spare)
+            words = build_words(Segments.of(segments), shape, self._place.slots.spare)
             buffer[: len(words)].copy_(upload(words, buffer.device))
 
     def _replay(self, bucket: int) -> Callable[[], Tensor]:

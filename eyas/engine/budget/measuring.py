@@ -23,7 +23,7 @@ from eyas.engine.budget.adaptive import AdaptiveDraftBudget
 from eyas.engine.budget.base import DraftBudget, FixedDraftBudget
 from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.engine.runner import ModelRunner
-from eyas.kernels.arguments import Draw
+from eyas.kernels.arguments import Draws
 from eyas.models.inputs import Segment
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.sampling.verify import tokens_of
@@ -89,7 +89,7 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
 
     def rounds(num_rows: int) -> Iterator[Callable[[], object]]:
         segments = [segment(start, min(nodes, num_rows - start)) for start in range(0, num_rows, nodes)]
-        draws = [Draw(GREEDY, 0)] * num_rows
+        draws = Draws([GREEDY], [0] * num_rows, num_rows)
         while True:
             yield lambda: tokens_of(runner.forward(segments), draws).tolist()
 
@@ -115,7 +115,7 @@ def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[
         return 0.0
 
     def rounds(length: int) -> Iterator[Callable[[], object]]:
-        zero, draws = np.zeros(1, np.int64), [Draw(GREEDY, 0)] * count
+        zero, draws = np.zeros(1, np.int64), Draws([GREEDY], [0] * count, count)
         prefixes = [(number * longest + np.arange(length)) % num_slots for number in range(count)]
         segments = [Segment(zero, zero + length, zero + num_slots, prefix, None, zero, GREEDY) for prefix in prefixes]
         while True:

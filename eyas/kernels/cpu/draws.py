@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.kernels.arguments import MAX_KERNEL_K, MIN_TEMPERATURE, Draw, Draws, Ranked, has_filters
+from eyas.kernels.arguments import MAX_KERNEL_K, MIN_TEMPERATURE, Draws, Ranked, has_filters
 from eyas.kernels.cpu import sampling as kernels
 from eyas.kernels.plain import sampling as plain
 from eyas.kernels.plain.sampling import best_of_races, kept_logits, masses_from, race
@@ -17,9 +15,8 @@ from eyas.protocol.commit import NoiseKey
 __all__ = ["best_of_races", "draw_rows", "kept_logits", "masses_from", "race", "top_k", "warm_up"]
 
 
-def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
     """Draw a token of each row of logits [N, V], see SamplingKernels; those with filters in operations of torch."""
-    draws = Draws.of(draws)
     keys = draws.keys
     tokens = torch.empty(len(draws), dtype=torch.int64)
     seeds = draws.by_row([key.seed for key in keys], np.uint64).view(np.int64)
@@ -45,4 +42,4 @@ def top_k(scores: Tensor, k: int) -> Ranked:
 
 def warm_up(vocab_size: int, device: torch.device) -> None:
     """Load or compile the kernel of `draw_rows`."""
-    draw_rows(torch.zeros(2, vocab_size), [Draw(NoiseKey(0), 0), Draw(NoiseKey(0, 1.0), 0)])
+    draw_rows(torch.zeros(2, vocab_size), Draws([NoiseKey(0), NoiseKey(0, 1.0)], [0, 0]))

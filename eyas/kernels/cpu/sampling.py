@@ -205,7 +205,7 @@ def _race(row, key, by, top, inverses, bounds):
 def draw_rows(logits, seeds, positions, temperatures, tokens):
     """Draw one token of each row of float32 logits [N, V] without filters, to int64 tokens [N]; V where a row holds NaN.
 
-    As `eyas.sampling.sampler.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs.
+    As `eyas.kernels.by_device.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs.
 
     Args:
         seeds: the signed integers with the same bits.

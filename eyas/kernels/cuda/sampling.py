@@ -12,8 +12,6 @@ because likely tokens often have neighbouring ids. Legend: N rows, V vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 import triton
@@ -25,7 +23,6 @@ from eyas.kernels.arguments import (
     MASS_BITS,
     MAX_KERNEL_K,
     MIN_TEMPERATURE,
-    Draw,
     Draws,
     Kept,
     Ranked,
@@ -52,13 +49,12 @@ MASS = tl.constexpr(2.0**MASS_BITS)
 MASS_ERROR = tl.constexpr(1e-5)
 
 
-def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
     """Return one token id per row, int64 [N]; logits float32 [N, V], contiguous. V where a row holds NaN.
 
     Temperature 0 takes the likeliest token, above it argmin noise / probs as `exponential_race`. Two launches.
     """
     rows, vocab_size = logits.shape
-    draws = Draws.of(draws)
     blocks, is_filtered = triton.cdiv(vocab_size, BLOCK), any(map(has_filters, draws.keys))
     words, listed = upload(_words(draws), logits.device), LISTED if is_filtered else 0
     found = torch.empty((6 if listed else 3, rows, blocks), dtype=torch.int32, device=logits.device)
@@ -77,7 +73,7 @@ def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
     return tokens
 
 
-def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
+def race(logits: Tensor, draws: Draws, first_id: int, vocab_size: int) -> Tensor:
     """Find the winner of each row in a part of the vocabulary, see SamplingKernels. Two launches."""
     rows, width = logits.shape
     logits = logits.contiguous()
@@ -96,7 +92,7 @@ def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) 
     return best
 
 
-def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+def best_of_races(found: Tensor, draws: Draws, vocab_size: int) -> Tensor:
     """Find the winner of all parts, see SamplingKernels. A copy and one launch."""
     (parts, _, rows), words = found.shape, upload(_words(draws), found.device)
     tokens, found = torch.empty(rows, dtype=torch.int64, device=found.device), found.permute(1, 2, 0).contiguous()
@@ -131,14 +127,13 @@ def kept_logits(logits: Tensor, scale: Scale, kept: Kept) -> Tensor:
 def warm_up(vocab_size: int, device: torch.device) -> None:
     """Compile the kernels of `draw_rows`, so that no request waits for that."""
     for key in (NoiseKey(0, 1.0), NoiseKey(0, 1.0, top_p=0.9)):
-        draw_rows(torch.zeros(1, vocab_size, device=device), [Draw(key, 0)])
+        draw_rows(torch.zeros(1, vocab_size, device=device), Draws([key], [0]))
 
 
-def _words(draws: Sequence[Draw]) -> Ints:
+def _words(draws: Draws) -> Ints:
     """Return what the rows' draws depend on, int64 [5, N]: keys of the noise, temperatures, top-k, top-p, min-p; reals as
     bits.
     """
-    draws = Draws.of(draws)
     keys = draws.keys
     words = np.empty((5, len(draws)), dtype=np.int64)
     words[0] = row_keys(draws.by_row([key.seed for key in keys], np.uint64), draws.positions)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eyas.device.transfer import upload
-from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draw, Draws, Kept, Ranked, Scale
+from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draws, Kept, Ranked, Scale
 from eyas.kernels.noise import exponential_noise
 from eyas.kernels.probabilities import draw_tokens, greedy, ids_or_nan, target_probs
 
@@ -20,10 +20,9 @@ from eyas.kernels.probabilities import draw_tokens, greedy, ids_or_nan, target_p
 MAX_BELOW = 80.0
 
 
-def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
     """Draw a token of each row of logits [N, V], see SamplingKernels."""
-    draws = Draws.of(draws)
-    random = np.flatnonzero(draws.by_row([key.temperature > 0 for key in draws.keys], np.bool_)).tolist()
+    random = _random_rows(draws)
     if random and len(random) == len(draws):
         return draw_tokens(target_probs(logits, draws), draws)
     tokens = greedy(logits)
@@ -34,31 +33,31 @@ def draw_rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
 
 def draw_some(logits: Tensor, draws: Draws, rows: Sequence[int], tokens: Tensor) -> None:
     """Draw the tokens of some rows, all with temperatures above 0, into tokens [N]."""
-    drawn, places = [draws[row] for row in rows], upload(rows, logits.device)
+    drawn, places = draws.taken(rows), upload(rows, logits.device)
     tokens[places] = draw_tokens(target_probs(logits[places], drawn), drawn)
 
 
-def race(logits: Tensor, draws: Sequence[Draw], first_id: int, vocab_size: int) -> Tensor:
+def race(logits: Tensor, draws: Draws, first_id: int, vocab_size: int) -> Tensor:
     """Find the winner of each row in a part of the vocabulary, see SamplingKernels."""
     top, scores = logits.amax(-1), -logits
-    random = [row for row, draw in enumerate(draws) if draw.key.temperature > 0]
+    random = _random_rows(draws)
     if random:
-        rows, drawn = upload(random, logits.device), [draws[row] for row in random]
+        rows, drawn = upload(random, logits.device), draws.taken(random)
         base = top[rows].masked_fill(top[rows] == -torch.inf, 0.0)[:, None]
         weights = torch.exp((logits[rows] - base) / _temperatures(drawn, logits.device)[:, None])
         ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
-        noise = exponential_noise([draw.key.seed for draw in drawn], [draw.position for draw in drawn], ids)
+        noise = exponential_noise([key.seed for key in drawn.keys_of_rows], drawn.positions.tolist(), ids)
         scores[rows] = noise / weights
     best, ids = scores.min(-1)
     ids = ids_or_nan(best, ids + first_id, vocab_size)
     return torch.stack([top.view(torch.int32), best.view(torch.int32), ids.int()])
 
 
-def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tensor:
+def best_of_races(found: Tensor, draws: Draws, vocab_size: int) -> Tensor:
     """Find the winner of all parts, see SamplingKernels."""
     tops, scores, ids = found[:, 0].view(torch.float32), found[:, 1].view(torch.float32), found[:, 2].long()
     largest, temperatures = tops.amax(0), _temperatures(draws, found.device)
-    is_random = upload(np.array([draw.key.temperature > 0 for draw in draws]), found.device)
+    is_random = upload(draws.by_row([key.temperature > 0 for key in draws.keys], np.bool_), found.device)
     below = ((largest - tops) / temperatures).clamp(max=MAX_BELOW)
     scaled = (scores * below.exp()).masked_fill(tops == -torch.inf, torch.inf)
     best = torch.where(is_random, scaled, scores).min(0)
@@ -67,8 +66,14 @@ def best_of_races(found: Tensor, draws: Sequence[Draw], vocab_size: int) -> Tens
     return tokens.masked_fill(is_unusable, vocab_size)
 
 
-def _temperatures(draws: Sequence[Draw], device: torch.device) -> Tensor:
-    return upload(np.array([max(draw.key.temperature, MIN_TEMPERATURE) for draw in draws], np.float32), device)
+def _random_rows(draws: Draws) -> list[int]:
+    """Return the rows with temperatures above 0."""
+    rows: list[int] = np.flatnonzero(draws.by_row([key.temperature > 0 for key in draws.keys], np.bool_)).tolist()
+    return rows
+
+
+def _temperatures(draws: Draws, device: torch.device) -> Tensor:
+    return upload(draws.by_row([max(key.temperature, MIN_TEMPERATURE) for key in draws.keys], np.float32), device)
 
 
 def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:

@@ -49,11 +49,7 @@ from eyas.models.inputs import (
     PaddedGroup,
     Segment,
     SegmentRows,
-    TreeSegments,
-    count_logits,
-    count_rows,
-    prefixes_of,
-    tables_of,
+    Segments,
     tree_paths,
 )
 
@@ -62,8 +58,6 @@ Words = npt.NDArray[np.int32]
 TILE_WORDS = 10
 FIXED_TILE_WORDS = 12
 FOLLOWS = -1
-_NONE = np.zeros(0, dtype=np.int64)
-NO_ROWS = SegmentRows(_NONE, _NONE, _NONE, _NONE, _NONE)
 ALIGNMENT = 16  # words; keeps every view aligned for wide loads
 MAX_SPLITS = 32
 # Parts of a long prefix where tiles alone fill the device, and the most rows of all parts together: they take memory.
@@ -119,19 +113,19 @@ class Tiling:
         return MetadataShape(rows, logits, tiles, tile_rows, max(even, long), even)
 
 
-def tight_shape(segments: Sequence[Segment], tiling: Tiling, runs: Sequence[SharedRun] = ()) -> MetadataShape:
+def tight_shape(segments: Segments, tiling: Tiling, runs: Sequence[SharedRun] = ()) -> MetadataShape:
     """Return the shape of segments without padding. runs: those of `shared_runs`."""
-    counts = segments.rows.counts.tolist() if isinstance(segments, TreeSegments) else [len(s.tokens) for s in segments]
+    counts = segments.rows.counts.tolist()
     tile_rows = tiling.tile_rows(max(counts))
     if tiling.fixed_part:
         needs = count_parts(segments, tile_rows, tiling.fixed_part)
         return MetadataShape(
-            sum(counts), count_logits(segments), needs.tiles, tile_rows, 1, 1, tiling.fixed_part, needs.part_rows
+            sum(counts), segments.num_logits, needs.tiles, tile_rows, 1, 1, tiling.fixed_part, needs.part_rows
         )
     tile_rows = tiling.most_rows if runs else tile_rows
     shared = sum(-(-run.rows // tile_rows) for run in runs)
     tiles = sum([-(-count // tile_rows) for count in counts]) + shared
-    shape = tiling.shape(sum(counts), count_logits(segments), tiles, tile_rows)
+    shape = tiling.shape(sum(counts), segments.num_logits, tiles, tile_rows)
     return replace(shape, shared_tiles=shared)
 
 
@@ -144,13 +138,13 @@ class SharedRun(NamedTuple):
     length: int
 
 
-def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
+def shared_runs(segments: Segments, tiling: Tiling) -> list[SharedRun]:
     """Return all segments of a pass in runs with a shared prefix, or 0 slots of it; nothing if that would spare too few
     keys, and nothing for parts at fixed positions.
     """
     if tiling.fixed_part:
         return []
-    prefixes = prefixes_of(segments)
+    prefixes = segments.prefixes
     long = [prefix[SHARED_KEYS - 1] for prefix in prefixes if len(prefix) >= SHARED_KEYS]
     if len(set(long)) == len(long) or not any(starmap(_num_common, pairwise(prefixes))):
         return []
@@ -159,7 +153,7 @@ def shared_runs(segments: Sequence[Segment], tiling: Tiling) -> list[SharedRun]:
     for end in range(1, len(segments) + 1):
         if end < len(segments) and _num_common(prefixes[first], prefixes[end]) > 0:
             continue
-        counts = [len(segment.tokens) for segment in segments[first:end]]
+        counts = segments.rows.counts[first:end].tolist()
         length = min((_num_common(prefixes[first], other) for other in prefixes[first + 1 : end]), default=0)
         # Each of the run's own tiles would read the prefix: a shared tile pays if they are twice as many.
         tiles, shared = sum(-(-count // tiling.most_rows) for count in counts), -(-sum(counts) // tiling.most_rows)
@@ -204,18 +198,18 @@ class PartCount(NamedTuple):
     part_rows: int
 
 
-def count_parts(segments: Sequence[Segment], tile_rows: int, part: int) -> PartCount:
+def count_parts(segments: Segments, tile_rows: int, part: int) -> PartCount:
     """Return what a pass takes without padding."""
-    cut = _cut_tiles(SegmentRows.of(segments), tile_rows, part)
+    cut = _cut_tiles(segments.rows, tile_rows, part)
     return PartCount(int(cut.parts.sum()), int(cut.parts @ cut.rows))
 
 
-def has_room(shape: MetadataShape, segments: Sequence[Segment]) -> bool:
+def has_room(shape: MetadataShape, segments: Segments) -> bool:
     """Return whether a shape of `bucket_shape` holds the parts of a pass whose rows it holds."""
     if not shape.fixed_part:
         return True
     needs = count_parts(segments, shape.tile_rows, shape.fixed_part)
-    padding = -(-(shape.rows - count_rows(segments)) // shape.tile_rows)
+    padding = -(-(shape.rows - len(segments.rows.slots)) // shape.tile_rows)
     return needs.tiles + padding <= shape.tiles and needs.part_rows <= shape.part_rows
 
 
@@ -226,7 +220,7 @@ def max_words(shape: MetadataShape) -> int:
 
 
 def pack_with_metadata(
-    segments: Sequence[Segment],
+    segments: Segments,
     shape: MetadataShape,
     scratch: int,
     device: torch.device,
@@ -239,12 +233,12 @@ def pack_with_metadata(
         runs: those that the shape was made for.
         memory: keeps the prefixes, if they fit.
     """
-    writes = memory.place(tables_of(segments), prefixes_of(segments)) if memory else None
+    writes = memory.place(segments.tables, segments.prefixes) if memory else None
     words = build_words(segments, shape, scratch, runs, writes.prefixes if writes else None)
     if memory is None or writes is None:
-        packed = view(upload(words, device), shape, count_logits(segments))
+        packed = view(upload(words, device), shape, segments.num_logits)
     else:
-        packed = view(_upload_and_write(words, writes, memory, device), shape, count_logits(segments), memory.words)
+        packed = view(_upload_and_write(words, writes, memory, device), shape, segments.num_logits, memory.words)
     if not _has_others(segments):
         return packed
     assert packed.metadata is not None
@@ -253,20 +247,20 @@ def pack_with_metadata(
     return replace(packed, metadata=replace(packed.metadata, slots=slots, key_positions=slots))
 
 
-def with_prompts(packed: PackedInputs, segments: Sequence[Segment], tiling: Tiling) -> PackedInputs:
+def with_prompts(packed: PackedInputs, segments: Segments, tiling: Tiling) -> PackedInputs:
     """Let a library attend for the long prompts that a pass ends with, and the kernel for the rows before them.
 
     Args:
         packed: the segments with metadata, without padding and without runs that share a prefix.
     """
-    if not tiling.library_rows or tiling.fixed_part or isinstance(segments, TreeSegments):
+    if not tiling.library_rows or tiling.fixed_part or segments.trees is not None:
         return packed
     first = len(segments)
     while first and _is_long_prompt(segments[first - 1], tiling.library_rows):
         first -= 1
     if first == len(segments) or packed.metadata is None:
         return packed
-    counts = [len(segment.tokens) for segment in segments]
+    counts = segments.rows.counts.tolist()
     starts = np.cumsum([0, *counts])
     prompts = [PaddedGroup([segments[n]], starts[n : n + 1], False, packed.tokens.device) for n in range(first, len(counts))]
     before = None
@@ -299,13 +293,13 @@ def _upload_and_write(words: Words, writes: TableWrites, memory: SlotMemory, dev
     return uploaded[: len(words)]
 
 
-def _has_others(segments: Sequence[Segment]) -> bool:
+def _has_others(segments: Segments) -> bool:
     """Return whether rows see keys of their segments that are not of the pass."""
-    return not isinstance(segments, TreeSegments) and any(len(segment.others) for segment in segments)
+    return segments.trees is None and any(len(segment.others) for segment in segments)
 
 
 def build_words(
-    segments: Sequence[Segment],
+    segments: Segments,
     shape: MetadataShape,
     scratch: int,
     runs: Sequence[SharedRun] = (),
@@ -313,7 +307,7 @@ def build_words(
 ) -> Words:
     """Return the words of a pass.  kept_prefixes: where each prefix begins, if a SlotMemory keeps them [B]."""
     is_usual = kept_prefixes is not None and not (shape.fixed_part or runs)
-    if is_usual and isinstance(segments, TreeSegments) and has_numba():
+    if is_usual and segments.trees is not None and has_numba():
         rows, seen, lengths = segments.rows, segments.trees.words.view("<i4"), _sizes(segments.prefixes)
         sizes = shape.rows, _aligned(shape.rows), shape.tile_rows, shape.tiles, TILE_WORDS, scratch
         return cast(Words, tree_kernels().tree_words(*rows[:3], rows.counts, seen, lengths, kept_prefixes, np.array(sizes)))
@@ -323,7 +317,7 @@ def build_words(
 
 
 def words_of_all(
-    segments: Sequence[Segment],
+    segments: Segments,
     shape: MetadataShape,
     scratch: int,
     runs: Sequence[SharedRun] = (),
@@ -334,7 +328,7 @@ def words_of_all(
     rows = np.zeros((4, _aligned(shape.rows)), dtype=np.int32)
     rows[2] = scratch
     tiles = np.zeros((shape.tiles, _tile_words(shape)), dtype=np.int32)
-    packed, prefixes = SegmentRows.of(segments) if segments else NO_ROWS, prefixes_of(segments)
+    packed, prefixes = segments.rows, segments.prefixes
     counts, lengths = packed.counts, _sizes(prefixes)
     starts, num_rows, has_others = counts.cumsum() - counts, len(packed.tokens), _has_others(segments)
     assert not (has_others and shape.fixed_part), "parts at fixed positions know the keys of the pass alone"
@@ -421,7 +415,7 @@ class OwnTiles(NamedTuple):
     seen: Words
 
 
-def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
+def _split_tiles(counts: Ints, others: Ints, segments: Segments, shape: MetadataShape) -> OwnTiles:
     """Cut segments into tiles.
 
     Args:
@@ -442,9 +436,9 @@ def _split_tiles(counts: Ints, others: Ints, segments: Sequence[Segment], shape:
     return OwnTiles(tiles, owner, _mask_words(counts, strides, segments))
 
 
-def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Words:
+def _mask_words(counts: Ints, strides: Ints, segments: Segments) -> Words:
     """Return the masks of all segments, one bit for each pair of rows; each row begins a word. All become words at once."""
-    if isinstance(segments, TreeSegments):
+    if segments.trees is not None:
         words = segments.trees.words.view("<i4")
         if (strides == strides[0]).all():
             return words[:, : strides[0]].ravel()
@@ -459,9 +453,9 @@ def _mask_words(counts: Ints, strides: Ints, segments: Sequence[Segment]) -> Wor
     return mask_words(bits).ravel()
 
 
-def _part_tiles(segments: Sequence[Segment], shape: MetadataShape) -> OwnTiles:
+def _part_tiles(segments: Segments, shape: MetadataShape) -> OwnTiles:
     """Return the tiles at fixed positions: one for each part of the keys that a tile of rows sees."""
-    packed = SegmentRows.of(segments) if segments else NO_ROWS
+    packed = segments.rows
     paths = tree_paths(segments)
     cut = _cut_tiles(packed, shape.tile_rows, shape.fixed_part)
     # A tile is listed once for each part of its keys: [8 : 9] are the positions of the part.

@@ -35,7 +35,7 @@ from eyas.models.backends.attention_metadata import (
 )
 from eyas.models.backends.base import BackendKind, BackendPlan, ForwardBackend
 from eyas.models.backends.cuda_graphs import Capture, CaptureLimits, CudaCapture, GraphBackend
-from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.inputs import PackedInputs, Segment, Segments
 from eyas.models.layers.fused import is_batch_invariant
 from eyas.models.target import TargetModel, TargetOutput
 
@@ -227,11 +227,12 @@ class KernelBackend:
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Return segments without padding."""
+        segments = Segments.of(segments)
         runs = shared_runs(segments, self.tiling)
         shape = tight_shape(segments, self.tiling, runs)
         packed = pack_with_metadata(segments, shape, self.scratch, self.target.device, runs, memory=self.memory)
         packed = packed if runs else with_prompts(packed, segments, self.tiling)
-        return replace(packed, segments=tuple(segments)) if self.target.state_shapes else packed
+        return replace(packed, segments=segments) if self.target.state_shapes else packed
 
     def forward(self, packed: PackedInputs, kv_cache: KVCache) -> TargetOutput:
         """Run TargetModel.forward, but hidden states may end with padding rows."""

@@ -28,7 +28,7 @@ from eyas.models.backends.attention_metadata import (
     shared_runs,
     view,
 )
-from eyas.models.inputs import PackedInputs, Segment, count_logits, count_rows
+from eyas.models.inputs import PackedInputs, Segment, Segments
 from eyas.models.layers.numerics import logits_into
 from eyas.models.target import TargetOutput
 
@@ -95,9 +95,10 @@ class GraphBackend:
 
     def pack(self, segments: Sequence[Segment]) -> PackedInputs:
         """Return segments padded to a bucket if one holds them, and if they share no long prefix."""
+        segments = Segments.of(segments)
         if shared_runs(segments, self._launched.tiling):
             return self._launched.pack(segments)
-        rows = choose_bucket(self._buckets, count_rows(segments), count_logits(segments))
+        rows = choose_bucket(self._buckets, len(segments.rows.slots), segments.num_logits)
         if rows is None or not has_room(self._shapes[rows], segments):
             return self._launched.pack(segments)
         launched = self._launched
@@ -124,7 +125,8 @@ class GraphBackend:
 
     def _capture(self, rows: int, capture: Capture) -> Callable[[], TargetOutput]:
         target = self._launched.target
-        padding = build_words((), self._shapes[rows], self._launched.scratch)  # a pass without tiles leaves rows unwritten
+        # a pass without tiles leaves rows unwritten
+        padding = build_words(Segments.of(()), self._shapes[rows], self._launched.scratch)
         self.words[: len(padding)].copy_(upload(padding, target.device))
         try:
             with explain_out_of_memory(f"no memory for a CUDA graph of {rows} rows", target.device, FOR_GRAPHS):

@@ -21,7 +21,7 @@ from eyas.device.transfer import Ints
 from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.backends.base import BackendKind, BackendPlan
 from eyas.models.backends.cuda_graphs import CaptureLimits
-from eyas.models.inputs import Segment, SegmentRows, TreeSegments, noise_keys_of, prefixes_of, states_of, tables_of
+from eyas.models.inputs import Segment, Segments
 from eyas.protocol.commit import NoiseKey
 
 # Of a segment: row of its table, kept and new slots, rows, wanted logits, whether it has a mask; 0 without a noise key, 1
@@ -68,25 +68,26 @@ class CommandEncoder:
             return np.array(values).astype("<i4").tobytes()
         if not command:
             return np.array([FORWARD, 0], "<i4").tobytes()
-        prefixes, keys, packed = prefixes_of(command), noise_keys_of(command), SegmentRows.of(command)
+        segments = Segments.of(command)
+        prefixes, keys, packed = segments.prefixes, segments.noise_keys, segments.rows
         self._tables.most = max(self._tables.most, len(command))
-        rows, kept = self._tables.place(tables_of(command), prefixes)
+        rows, kept = self._tables.place(segments.tables, prefixes)
         new = [prefix[count:] for prefix, count in zip(prefixes, kept, strict=True)]
         headers = np.empty((HEADER_INTS, len(command)), dtype=np.int64)
         headers[:4] = rows, kept, list(map(len, new)), packed.counts
-        if isinstance(command, TreeSegments):
+        if segments.trees is not None:
             headers[4], headers[5] = packed.counts, True
         else:
-            headers[4], headers[5] = zip(*[(len(s.logits_indices), s.visible is not None) for s in command], strict=True)
+            headers[4], headers[5] = zip(*[(len(s.logits_indices), s.visible is not None) for s in segments], strict=True)
         noise = np.array([(key.seed, key.temperature, key.top_k) for key in keys if key is not None], _KEY).view("<i4")
         filters_of_keys = [_NO_FILTERS if key is None else (key.top_p, key.min_p) for key in keys]
         headers[6] = [(key is not None) + (own != _NO_FILTERS) for key, own in zip(keys, filters_of_keys, strict=True)]
         filters = np.array([own for own in filters_of_keys if own != _NO_FILTERS], "<f8").ravel().view("<i4")
-        states = _state_ints(states_of(command))
+        states = _state_ints(segments.states)
         kind = FORWARD_STATES if len(states) else FORWARD
         parts = [[kind, len(command)], states, headers.ravel(), *new, packed.tokens, packed.positions, packed.slots]
         ints = np.concatenate([*parts, packed.logits_indices, noise, filters]).astype("<i4")
-        return ints.tobytes() + _mask_bits(command, packed.counts)
+        return ints.tobytes() + _mask_bits(segments)
 
 
 class CommandDecoder:
@@ -184,10 +185,10 @@ def _read_states(message: bytes, count: int, start: int) -> tuple[list[StateStep
     return steps, start + marks.nbytes
 
 
-def _mask_bits(segments: Sequence[Segment], counts: Ints) -> bytes:
+def _mask_bits(segments: Segments) -> bytes:
     """Return the bits of all masks, row by row."""
-    if isinstance(segments, TreeSegments):
-        visible = segments.trees.visible
+    if segments.trees is not None:
+        counts, visible = segments.rows.counts, segments.trees.visible
         return np.packbits(visible[np.arange(visible.shape[1]) < np.repeat(counts, counts)[:, None]]).tobytes()
     masks = [segment.visible.ravel() for segment in segments if segment.visible is not None]
     return np.packbits(np.concatenate(masks)).tobytes() if masks else b""

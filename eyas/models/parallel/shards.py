@@ -22,15 +22,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from eyas.config.target_limits import can_split_heads, quantisation
 from eyas.device.transfer import Bools, upload
 from eyas.errors import CheckpointError
-from eyas.kernels.arguments import Draw, has_filters
+from eyas.kernels.arguments import NO_SLOTS, Draws, has_filters
 from eyas.kernels.by_device import sampling_kernels
 from eyas.models.checkpoint import StoredTensor, WeightFiles, explained
 from eyas.models.inputs import Segment
 from eyas.models.parallel.plans import GATHERED, plan_of, style_of
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling.acceptance import StepOutput
-from eyas.sampling.sampler import candidates, draw_candidates, takes_candidates
-from eyas.sampling.sharded import likely_logits, warm_up_search
+from eyas.sampling.sharded import candidates, draw_candidates, likely_logits, takes_candidates, warm_up_search
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
 # in local memory is cheaper than a sum over ranks.
@@ -354,7 +353,7 @@ class SharedVocabulary:
 
     def warm_up(self, device: torch.device) -> None:
         """Compile what a rank draws with, so that no request waits for that. Nothing is exchanged."""
-        draws, logits = [Draw(NoiseKey(0, 1.0), 0)], self.placeholder(1, device)
+        draws, logits = Draws([NoiseKey(0, 1.0)], [0]), self.placeholder(1, device)
         warm_up_search(logits)
         kernels = sampling_kernels(logits)
         found = kernels.race(logits, draws, 0, self._vocab_size)
@@ -371,14 +370,11 @@ class SharedVocabulary:
         """
         is_drawn = tuple(segment.noise_key is not None for segment in segments)
         of_rows = np.repeat(is_drawn, [len(segment.logits_indices) for segment in segments])
-        draws = [
-            Draw(segment.noise_key, position + 1)
-            for segment in segments
-            if segment.noise_key is not None
-            for position in segment.positions[segment.logits_indices].tolist()
-        ]
+        keys = [s.noise_key for s in segments if s.noise_key is not None]
+        positions = [s.positions[s.logits_indices] + 1 for s in segments if s.noise_key is not None]
+        draws = Draws(keys, np.concatenate([NO_SLOTS, *positions]), list(map(len, positions)))
         tokens = torch.empty(0, dtype=torch.int64, device=logits.device)
-        if draws:
+        if len(draws):
             tokens = self._draw(_selected(logits, of_rows), draws)
         whole = logits.new_empty((0, self._vocab_size))
         if len(draws) < len(logits):
@@ -386,18 +382,18 @@ class SharedVocabulary:
             whole = whole if parts is None else parts.transpose(0, 1).flatten(1)
         return StepOutput(whole, tokens, is_drawn)
 
-    def _draw(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    def _draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """Return one token for each row on rank 0, int64 [N]; the others get nothing of use. logits: [N, V / ranks]."""
         first_id, size = self._shard.rank * logits.shape[1], self._vocab_size
         kernels = sampling_kernels(logits)
         tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
-        kinds = np.array([_kind_of(draw.key) for draw in draws])
+        kinds = draws.by_row(list(map(_kind_of, draws.keys)), np.int64)
         for kind in np.unique(kinds).tolist():
-            own = [draw for draw, is_own in zip(draws, kinds == kind, strict=True) if is_own]
+            own = draws.taken(np.flatnonzero(kinds == kind))
             rows = _selected(logits, kinds == kind)
             if kind == _FILTERED:
                 rows = likely_logits(rows, own, self._shard.rank, self._shard.size)
-            most = max(draw.key.top_k for draw in own)
+            most = max(key.top_k for key in own.keys)
             found = candidates(rows, most, first_id) if kind == _LISTED else kernels.race(rows, own, first_id, size)
             if (parts := self._gather(found)) is not None:
                 drawn = draw_candidates(parts, own, size) if kind == _LISTED else kernels.best_of_races(parts, own, size)

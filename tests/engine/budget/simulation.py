@@ -16,7 +16,8 @@ from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.commit import NO_TREE, TreeBudget
 from eyas.protocol.tree import DraftTree, SampledProposal
-from eyas.sampling.acceptance import Accepted, StepOutputs, VerifyOutput
+from eyas.sampling.acceptance import Accepted, StepOutputs
+from tests.support.strategies import outputs_of
 
 NODES = 8
 CHAINS = TreeConfig(NODES, NODES - 1, 1)
@@ -121,7 +122,7 @@ class Simulation:
         trees = {name: self._tree(number, size) for number, (name, size) in enumerate(sizes.items())}
         came = [name for name, tree in trees.items() if sizes[name].max_depth and tree.sampled is None]
         trees |= zip(came, budget.prune([trees[name] for name in came], len(sizes) - len(came)), strict=True)
-        batch, outputs = [], list[VerifyOutput]()
+        batch, outputs = [], list[Accepted]()
         for number, (name, tree) in enumerate(trees.items()):
             right = self.sampled_right if number < self.sampled else self.right
             length = next((n for n in range(tree.num_drafted) if rng.random() >= right), tree.num_drafted)
@@ -129,9 +130,9 @@ class Simulation:
             request = Request(name, (1,), DEFAULTS, num_draft_tokens=2 if number < self.small else 0)
             sequence = Sequence(request, QueueKey(0.0, 0), [1], SLOTS[:4] if number < self.ending else SLOTS)
             batch.append(ScheduledSequence(sequence, np.arange(len(tree)), self.context, tree))
-            outputs.append(VerifyOutput(Accepted(path, path)))
+            outputs.append(Accepted(path, path))
             self.tokens += len(path)
-        return batch, StepOutputs.of(outputs)
+        return batch, outputs_of(outputs)
 
     def _tree(self, number: int, size: TreeBudget) -> DraftTree:
         """The drafted tree of a request."""

@@ -82,7 +82,7 @@ def test_a_step_may_lack_all_sequences_that_have_drafted(has_output: bool) -> No
     tree = DraftTree.chain((1, 2))
     sequence = Sequence(Request("0" if has_output else "another", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
     batch = [ScheduledSequence(sequence, np.arange(2), 1, tree)]
-    budget.observe(batch, StepOutputs.of([VerifyOutput(None, error="NaN")]), StepTimes(0.2, 1.0))
+    budget.observe(batch, StepOutputs.empty(1, {0: VerifyOutput(None, error="NaN")}), StepTimes(0.2, 1.0))
     assert usual(simulation.sizes(budget, 100)) > 4
 
 
@@ -302,7 +302,7 @@ def test_drawn_nodes_are_estimated_apart_from_ranked_ones(right: float, sampled_
 def test_the_least_of_the_first_other_seconds_counts() -> None:
     budget, sequence = Simulation().budget(), Sequence(Request("0", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
     batch = [ScheduledSequence(sequence, np.arange(1), 1, DraftTree.chain((1,)))]
-    outputs = StepOutputs.of([VerifyOutput(None, error="NaN")])
+    outputs = StepOutputs.empty(1, {0: VerifyOutput(None, error="NaN")})
     for other_s in (8.0, 9.0, 0.5, 7.0):
         budget.observe(batch, outputs, StepTimes(0.0, 1.0, other_s))
     assert budget._step_s(1) == pytest.approx(1.0 + 0.5)
@@ -335,7 +335,7 @@ def test_the_host_work_of_trees_is_a_cost_of_theirs(host: float, pays: bool) -> 
     simulation = Simulation(right=0.3, gap=0.2, host=host)
     budget = simulation.budget()
     budget.choose([], NODES)
-    budget.observe([], StepOutputs.of([]), StepTimes(0.0, simulation.fixed, 0.2))  # as of a prompt
+    budget.observe([], StepOutputs.empty(0), StepTimes(0.0, simulation.fixed, 0.2))  # as of a prompt
     simulation.sizes(budget, 100)
     seconds_per_token = simulation.seconds_per_token(budget, 600)
     assert seconds_per_token <= (1.01 * (1.2 + host) / 1.43 if pays else 1.02 * 1.2)
@@ -347,7 +347,7 @@ def test_host_work_of_more_sequences_is_no_cost_of_trees(per_sequence: float) ->
     simulation = Simulation(row=0.002, draft=0.05, right=0.4, gap=per_sequence)
     budget = simulation.budget()
     budget.choose([], NODES)
-    budget.observe([], StepOutputs.of([]), StepTimes(0.0, simulation.fixed, per_sequence))  # as of a prompt
+    budget.observe([], StepOutputs.empty(0), StepTimes(0.0, simulation.fixed, per_sequence))  # as of a prompt
     for batch in (1, 64, 1, 64):
         simulation.gap = per_sequence * batch
         sizes = simulation.resized(batch).sizes(budget, 200)

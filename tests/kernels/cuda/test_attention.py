@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from eyas.cache.kv_cache import SlotMemory
 from eyas.models.backends import attention_metadata as metadata
 from eyas.models.backends.attention_metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape, with_prompts
-from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.inputs import PackedInputs, Segments, pack
 from eyas.models.layers import attention
 from tests.support.devices.random_passes import (
     Heads,
@@ -32,43 +32,43 @@ HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8, 8, 0.0), Heads(2, 2, 24
 WINDOWS = st.sampled_from([None, 1, 5, 30])
 SOFTCAPS = st.sampled_from([None, 2.0])
 
-Packing = Callable[[list[Segment], Heads, int], PackedInputs]
+Packing = Callable[[Segments, Heads, int], PackedInputs]
 
 
-def plainly(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+def plainly(segments: Segments, heads: Heads, scratch: int) -> PackedInputs:
     return pack(segments, DEVICE)
 
 
-def tightly(segments: list[Segment], heads: Heads, scratch: int, processors: int = 6) -> PackedInputs:
+def tightly(segments: Segments, heads: Heads, scratch: int, processors: int = 6) -> PackedInputs:
     shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, processors))
     return pack_with_metadata(segments, shape, scratch, DEVICE)
 
 
-def padded(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+def padded(segments: Segments, heads: Heads, scratch: int) -> PackedInputs:
     rows = sum(len(s.tokens) for s in segments)
     shape = bucket_shape(rows + 7, len(segments) + 2, Tiling(heads.query // heads.kv, heads.kv, 6))
     return pack_with_metadata(segments, shape, scratch, DEVICE)
 
 
-def by_position(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+def by_position(segments: Segments, heads: Heads, scratch: int) -> PackedInputs:
     """Parts of 64 keys at fixed positions."""
     tiling = Tiling(heads.query // heads.kv, heads.kv, 6, max_rows=16, fixed_part=64)
     return pack_with_metadata(segments, tight_shape(segments, tiling), scratch, DEVICE)
 
 
-def kept(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+def kept(segments: Segments, heads: Heads, scratch: int) -> PackedInputs:
     """By position, and prefixes in a memory that already has a part of them."""
     tiling = Tiling(heads.query // heads.kv, heads.kv, 6, max_rows=16, fixed_part=64)
-    memory, segments = SlotMemory(8, 200, DEVICE), [s._replace(table=(n, 0)) for n, s in enumerate(segments)]
-    before = [s._replace(prefix=s.prefix[: len(s.prefix) // 2]) for s in reversed(segments)]
-    for each in (before, segments):
+    memory, kept = SlotMemory(8, 200, DEVICE), [s._replace(table=(n, 0)) for n, s in enumerate(segments)]
+    before = [s._replace(prefix=s.prefix[: len(s.prefix) // 2]) for s in reversed(kept)]
+    for each in map(Segments.of, (before, kept)):
         packed = pack_with_metadata(each, tight_shape(each, tiling), scratch, DEVICE, memory=memory)
     return packed
 
 
 def check(
     packing: Packing,
-    segments: list[Segment],
+    segments: Segments,
     heads: Heads,
     window: int | None = None,
     softcap: float | None = None,
@@ -97,7 +97,7 @@ def check(
 @settings(max_examples=6)
 @given(segments=passes(), heads=HEADS, window=WINDOWS, softcap=SOFTCAPS)
 def test_attention_equals_its_definition(
-    packing: Packing, segments: list[Segment], heads: Heads, window: int | None, softcap: float | None
+    packing: Packing, segments: Segments, heads: Heads, window: int | None, softcap: float | None
 ) -> None:
     check(packing, segments, heads, window, softcap)
 
@@ -113,7 +113,7 @@ def test_sinks_and_narrow_values_equal_the_definition(packing: Packing, heads: H
 def test_a_sink_counts_once_however_keys_are_cut(processors: int, heads: Heads) -> None:
     """Most rows have several parts, or one."""
 
-    def cut(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+    def cut(segments: Segments, heads: Heads, scratch: int) -> PackedInputs:
         shape = tight_shape(segments, Tiling(heads.query // heads.kv, heads.kv, processors, longest=100))
         assert (shape.splits == 1) == (processors == 1)
         return pack_with_metadata(segments, shape, scratch, DEVICE)
@@ -133,9 +133,9 @@ def test_long_segments_span_tiles_blocks_and_mask_words(packing: Packing, window
 def test_rows_of_a_tree_see_nodes_that_were_run_before(packing: Packing) -> None:
     """Beside them trees without such nodes, single rows behind some, and more nodes than a mask word has bits."""
     segments = make_pass([(True, 50, 70), (True, 9, 20), (False, 5, 3), (True, 80, 1), (True, 6, 200)])
-    segments = [behind_others(s, count) if count else s for s, count in zip(segments, (20, 0, 0, 45, 5), strict=True)]
-    check(packing, segments, Heads(4, 2, 16))
-    check(packing, [behind_others(make_pass([(True, 50, 70)])[0], 20)], Heads(4, 1, 16))
+    behind = [behind_others(s, count) if count else s for s, count in zip(segments, (20, 0, 0, 45, 5), strict=True)]
+    check(packing, Segments.of(behind), Heads(4, 2, 16))
+    check(packing, Segments.of([behind_others(make_pass([(True, 50, 70)])[0], 20)]), Heads(4, 1, 16))
 
 
 @pytest.mark.parametrize("packing", [by_position, kept])
@@ -150,7 +150,7 @@ def test_long_prefixes_have_more_parts_than_others(monkeypatch: pytest.MonkeyPat
     sizes, heads = [(True, 3, 300), (True, 3, 20), (False, 5, 70)], Heads(4, 2, 16)
     segments = make_pass(sizes)
 
-    def full(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+    def full(segments: Segments, heads: Heads, scratch: int) -> PackedInputs:
         packed = tightly(segments, heads, scratch, processors=1)
         assert packed.metadata is not None
         assert packed.metadata.shape.even_splits == 1 < packed.metadata.shape.splits
@@ -168,12 +168,12 @@ def test_a_shared_prefix_is_read_for_several_segments(
     monkeypatch.setattr(metadata, "SPARED_KEYS", 1)
     alone, *group, last = make_pass([(True, 3, 100), *[(True, 1 + n % 2, 95 + n) for n in range(6)], (False, 2, 3)])
     group = [s._replace(prefix=np.concatenate([group[0].prefix[:90], s.prefix[90:]])) for s in group]
-    segments, heads = [alone, *group, last], Heads(4, 2, 16)
+    segments, heads = Segments.of([alone, *group, last]), Heads(4, 2, 16)
     tiling = Tiling(2, 2, 6, max_rows=16)
     runs = metadata.shared_runs(segments, tiling)
     assert [run.length for run in runs] == [0, 90, 0]
 
-    def shared(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+    def shared(segments: Segments, heads: Heads, scratch: int) -> PackedInputs:
         return pack_with_metadata(segments, tight_shape(segments, tiling, runs), scratch, DEVICE, runs)
 
     check(shared, segments, heads, window, softcap)
@@ -184,7 +184,7 @@ def test_tiles_with_more_rows_than_a_program_are_cut(fixed_part: int, window: in
     """Tiles are planned for layers with fewer query heads for each key-value head, 2 here, and hold 4 or 32 rows."""
     tiling = Tiling(2, 2, 6, max_rows=max_rows, fixed_part=fixed_part)
 
-    def planned_for_others(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+    def planned_for_others(segments: Segments, heads: Heads, scratch: int) -> PackedInputs:
         return pack_with_metadata(segments, tight_shape(segments, tiling), scratch, DEVICE)
 
     segments = make_pass([(True, 11, 60), (False, 30, 50), (True, 1, 0), (False, 1, 9)])
@@ -217,7 +217,7 @@ def test_prompts_by_a_library_equal_the_definition(
 ) -> None:
     """After trees and plain rows, which the kernel keeps; with windows and sinks it keeps all rows."""
 
-    def by_library(segments: list[Segment], heads: Heads, scratch: int) -> PackedInputs:
+    def by_library(segments: Segments, heads: Heads, scratch: int) -> PackedInputs:
         tiling = Tiling(heads.query // heads.kv, heads.kv, 6, library_rows=30)
         packed = with_prompts(tightly(segments, heads, scratch), segments, tiling)
         assert len(packed.prompts) == sum(not is_tree and rows >= 30 for is_tree, rows, _ in sizes)

@@ -17,7 +17,7 @@ from eyas.models.backends.attention_metadata import Tiling, bucket_shape, count_
 from eyas.models.backends.cuda import FixedProducts, KernelBackend, check_batch_invariance, check_kernels
 from eyas.models.backends.cuda_graphs import CaptureLimits, GraphBackend
 from eyas.models.heads.layers import Float8Linear
-from eyas.models.inputs import Segment
+from eyas.models.inputs import Segment, Segments
 from eyas.models.layers import fused
 from eyas.models.target import TargetModel
 from tests.support.devices.interpreter import fixed_products, run_again
@@ -138,7 +138,7 @@ def test_a_pass_of_many_parts_leaves_the_graph() -> None:
     needs = count_parts(segments, shape.tile_rows, 2)
     assert needs.tiles > shape.tiles
     assert not has_room(shape, segments)
-    assert has_room(shape, segments[:1])
+    assert has_room(shape, Segments.of(segments[:1]))
 
 
 def test_layers_that_are_not_fused_run_one_by_one(target_model: TargetModel, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.kernels.arguments import MASS_BITS, Draw, Kept, Scale
-from eyas.kernels.by_device import rank
+from eyas.kernels.arguments import MASS_BITS, Draws, Kept, Scale
+from eyas.kernels.by_device import rank, sample
 from eyas.kernels.noise import exponential_noise, row_keys
 from eyas.kernels.plain import sampling as plain_kernels
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling import sampler
 from eyas.sampling import sharded as sharded_top_p
-from eyas.sampling.sampler import sample
-from eyas.sampling.sharded import likely_logits
+from eyas.sampling.sharded import candidates, draw_candidates, likely_logits, takes_candidates
 from tests.support.devices.rank_threads import RankThreads
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -33,23 +30,19 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEMPERATURES = (0.0, 1.0, 0.3, 2.0, 1e-9, 1.0)
 
 
-def draws() -> list[Draw]:
-    key = NoiseKey(0)
-    return [Draw(replace(key, seed=2**64 - 1 - row, temperature=heat), 2**40 * row) for row, heat in enumerate(TEMPERATURES)]
+DRAWS = Draws(
+    [NoiseKey(2**64 - 1 - row, heat) for row, heat in enumerate(TEMPERATURES)],
+    [2**40 * row for row in range(len(TEMPERATURES))],
+)
+FILTERED = Draws([
+    NoiseKey(0, 1.0, top_k=20, top_p=0.9), NoiseKey(1, 1.0, top_p=0.8), NoiseKey(2, 0.7, min_p=0.1), NoiseKey(3, 1.0),
+    NoiseKey(4, 0.5, top_k=3),
+], [5] * 5)  # fmt: skip
 
 
-FILTERED = [
-    Draw(replace(key, seed=seed, temperature=key.temperature or 1.0), 5)
-    for seed, key in enumerate([
-        NoiseKey(0, top_k=20, top_p=0.9), NoiseKey(0, top_p=0.8), NoiseKey(0, 0.7, min_p=0.1), NoiseKey(0),
-        NoiseKey(0, 0.5, top_k=3),
-    ])
-]  # fmt: skip
-
-
-def drawn(logits: torch.Tensor, asked: list[Draw] | None = None) -> list[int]:
+def drawn(logits: torch.Tensor, asked: Draws = DRAWS) -> list[int]:
     with np.errstate(all="ignore"):  # of the interpreter
-        found: list[int] = draw_rows(logits.to(DEVICE), draws() if asked is None else asked).tolist()
+        found: list[int] = draw_rows(logits.to(DEVICE), asked).tolist()
     return found
 
 
@@ -63,18 +56,18 @@ class WithoutLogits:
         return lambda logits, *rest, **options: self._kernel[grid](torch.full_like(logits, torch.nan), *rest, **options)
 
 
-def plain(logits: torch.Tensor, rows: list[Draw] | None = None) -> list[int]:
+def plain(logits: torch.Tensor, rows: Draws = DRAWS) -> list[int]:
     """What operations of torch draw."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eyas.kernels.by_device.runs_compiled", lambda device: False)
-        return sample(logits, rows or draws()).tolist()
+        return sample(logits, rows).tolist()
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 12.0])
 def test_the_kernel_draws_what_plain_operations_draw(scale: float) -> None:
     logits = scale * torch.randn(len(TEMPERATURES), VOCAB, generator=torch.Generator().manual_seed(int(scale)))
     logits[:, ::3] = -torch.inf  # what a grammar does not allow
-    assert drawn(logits) == plain(logits) == sample(logits, draws()).tolist()
+    assert drawn(logits) == plain(logits) == sample(logits, DRAWS).tolist()
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -84,7 +77,7 @@ def test_parts_of_the_vocabulary_draw_what_the_whole_draws(parts: int) -> None:
     cases = [logits, logits.clone().fill_(1.0), logits.clone()]
     cases[0][:, : VOCAB // 2] = -torch.inf
     cases[2][1], cases[2][2, VOCAB - 1], cases[2][3, 5], cases[2][0, 7] = -torch.inf, torch.inf, torch.nan, torch.nan
-    ids, rows = torch.arange(VOCAB).chunk(parts), draws()
+    ids, rows = torch.arange(VOCAB).chunk(parts), DRAWS
     with np.errstate(all="ignore"):
         for case in cases:
             for own in (plain_kernels, kernels):
@@ -100,17 +93,17 @@ def test_candidates_of_parts_draw_what_the_whole_draws(parts: int) -> None:
         NoiseKey(seed, 0.3 + 0.004 * seed, (1, 7, 40, 256)[seed % 4], (1.0, 0.9, 0.3)[seed % 3], (0.0, 0.1)[seed % 2])
         for seed in range(count)
     ]
-    assert all(map(sampler.takes_candidates, keys))
-    rows = [Draw(key, 5 * key.seed) for key in keys]
+    assert all(map(takes_candidates, keys))
+    rows = Draws(keys, [5 * key.seed for key in keys])
     logits = 3 * torch.randn(count, size, generator=torch.Generator().manual_seed(parts))
     cases = [logits, logits.round(), logits.clone()]
     cases[2][:, : size // 2] = -torch.inf
     cases[2][1], cases[2][2, size - 1], cases[2][3, 5], cases[2][4, 40] = -torch.inf, torch.inf, torch.nan, torch.nan
     for case in cases:
         own = torch.arange(size).chunk(parts)
-        found = [sampler.candidates(case[:, part].contiguous(), 256, int(part[0])) for part in own]
-        assert sampler.draw_candidates(torch.stack(found), rows, size).tolist() == plain(case, rows)
-    assert not any(map(sampler.takes_candidates, [NoiseKey(1, 1.0, 257), NoiseKey(1, 1.0, 0, 0.9), NoiseKey(1, 0.0, 5)]))
+        found = [candidates(case[:, part].contiguous(), 256, int(part[0])) for part in own]
+        assert draw_candidates(torch.stack(found), rows, size).tolist() == plain(case, rows)
+    assert not any(map(takes_candidates, [NoiseKey(1, 1.0, 257), NoiseKey(1, 1.0, 0, 0.9), NoiseKey(1, 0.0, 5)]))
 
 
 def hard_logits() -> torch.Tensor:
@@ -163,7 +156,7 @@ def test_kernels_keep_what_plain_operations_keep() -> None:
 def test_kernels_draw_with_top_p_over_parts(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter runs in one thread at a time."""
     logits, lock = hard_logits(), threading.Lock()
-    rows = [Draw(NoiseKey(seed, 0.9, 0, 0.5 + 0.05 * seed, 0.01 * (seed % 2)), seed) for seed in range(8)]
+    rows = Draws([NoiseKey(seed, 0.9, 0, 0.5 + 0.05 * seed, 0.01 * (seed % 2)) for seed in range(8)], range(8))
 
     def locked(kernel: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
@@ -176,18 +169,17 @@ def test_kernels_draw_with_top_p_over_parts(parts: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(sharded_top_p, "sampling_kernels", lambda logits: both)
     own = [part.to(DEVICE, copy=True).contiguous() for part in logits.chunk(parts, 1)]
     found = RankThreads(parts).run(lambda rank: likely_logits(own[rank], rows, rank, parts))
-    assert plain(torch.cat(found, 1).cpu(), [Draw(NoiseKey(row.key.seed, 0.9), row.position) for row in rows]) == plain(
-        logits, rows
-    )
+    unfiltered = Draws([NoiseKey(seed, 0.9) for seed in range(8)], range(8))
+    assert plain(torch.cat(found, 1).cpu(), unfiltered) == plain(logits, rows)
 
 
 @pytest.mark.parametrize("scale", [1.0, 12.0])
 def test_scores_of_parts_keep_to_their_bound_of_rounding(scale: float) -> None:
     """The proven error of `best_of_races`: parts differ from the whole only where two scores are closer than twice that."""
     logits = scale * torch.randn(200, VOCAB, generator=torch.Generator().manual_seed(int(scale)))
-    rows = [Draw(NoiseKey(seed, 0.3 + 0.01 * seed), seed) for seed in range(200)]
-    heat = torch.tensor([row.key.temperature for row in rows], dtype=torch.float32)
-    noise = exponential_noise([row.key.seed for row in rows], [row.position for row in rows], torch.arange(VOCAB))
+    rows = Draws([NoiseKey(seed, 0.3 + 0.01 * seed) for seed in range(200)], range(200))
+    heat = torch.tensor([key.temperature for key in rows.keys], dtype=torch.float32)
+    noise = exponential_noise(range(200), range(200), torch.arange(VOCAB))
     below = (logits.amax(-1, keepdim=True).double() - logits.double()) / heat.double()[:, None]
     exact = noise.double() * below.exp()
     for part in torch.arange(VOCAB).chunk(4):
@@ -204,7 +196,7 @@ def test_the_compiled_sampler_draws_as_operations_do() -> None:
     pytest.importorskip("numba")
     logits = 4 * torch.randn(300, 997, generator=torch.Generator().manual_seed(5))
     keys = [NoiseKey(seed, 0.2 + 0.01 * seed, top_k=7 * (seed % 9 == 0)) for seed in range(300)]
-    rows = [Draw(key, 3 * key.seed) for key in keys]
+    rows = Draws(keys, [3 * key.seed for key in keys])
     assert sample(logits, rows).tolist() == plain(logits, rows)
 
 
@@ -219,7 +211,8 @@ def test_filters_keep_what_plain_operations_keep_of_equals() -> None:
     """No list of likely tokens holds them all, so the rows are read again."""
     logits = torch.zeros(3, BLOCK + 300)
     logits[0, ::2], logits[1, 5] = -torch.inf, torch.nan
-    assert drawn(logits, FILTERED[:3]) == plain(logits, FILTERED[:3])
+    first = FILTERED.taken(range(3))
+    assert drawn(logits, first) == plain(logits, first)
 
 
 def test_rows_without_numbers_draw_no_token() -> None:
@@ -229,14 +222,14 @@ def test_rows_without_numbers_draw_no_token() -> None:
     logits[3, VOCAB - 1] = torch.inf
     expected = plain(logits)
     assert expected[:4] == [VOCAB] * 4
-    assert drawn(logits) == expected == sample(logits, draws()).tolist()
+    assert drawn(logits) == expected == sample(logits, DRAWS).tolist()
 
 
 def test_ties_go_to_the_lowest_id() -> None:
     logits = torch.zeros(len(TEMPERATURES), VOCAB)
     logits[:, [BLOCK - 1, BLOCK + 3, VOCAB - 1]] = 200.0
     assert drawn(logits)[0] == BLOCK - 1
-    assert drawn(logits) == plain(logits) == sample(logits, draws()).tolist()
+    assert drawn(logits) == plain(logits) == sample(logits, DRAWS).tolist()
 
 
 def test_the_host_hashes_rows_as_the_device_does() -> None:

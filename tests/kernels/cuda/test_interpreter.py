@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from eyas.kernels.arguments import Draw
+from eyas.kernels.arguments import Draws
 from eyas.kernels.cuda.sampling import BLOCK, draw_rows, top_k
 from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.layers import attention
@@ -36,7 +36,7 @@ def attended(dtype: torch.dtype) -> torch.Tensor:
 def results() -> list[torch.Tensor]:
     """What kernels compute in this process."""
     keys = NoiseKey(0), NoiseKey(2**64 - 1, 1.0), NoiseKey(7, 0.3, top_k=20, top_p=0.9, min_p=0.1)
-    draws = [Draw(key, 2**40 * row + 5) for row, key in enumerate(keys)]
+    draws = Draws(keys, [2**40 * row + 5 for row in range(len(keys))])
     logits = 4 * torch.randn(len(draws), BLOCK + 70, generator=torch.Generator().manual_seed(0))
     logits[:, ::3], logits[0, 5], logits[1, 7] = -torch.inf, -0.0, torch.nan
     with np.errstate(all="ignore"):

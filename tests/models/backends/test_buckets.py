@@ -24,7 +24,7 @@ from eyas.models.backends.attention_metadata import (
     words_of_all,
 )
 from eyas.models.backends.cuda_graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
-from eyas.models.inputs import Segment, TreeSegments, pack
+from eyas.models.inputs import Segment, Segments, pack
 from eyas.protocol.tree import DraftTree
 from tests.support.devices.random_passes import make_pass, passes
 from tests.support.strategies import trees
@@ -59,7 +59,7 @@ def test_long_prompts_are_not_padded_to_an_all_logits_graph() -> None:
 
 
 @given(segments=passes(max_segments=6, max_rows=50), spare=st.integers(0, 40), heads=st.integers(1, 8))
-def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: list[Segment], spare: int, heads: int) -> None:
+def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: Segments, spare: int, heads: int) -> None:
     rows, tiling = sum(len(s.tokens) for s in segments), Tiling(heads, 2, 16)
     bucket = bucket_shape(rows + spare, 6, tiling)
     words = build_words(segments, bucket, scratch=0)
@@ -68,7 +68,7 @@ def test_a_bucket_has_room_for_any_pass_of_its_rows(segments: list[Segment], spa
 
 
 @given(passes(max_segments=1, max_rows=70), st.integers(0, 40), st.integers(1, 8), st.integers(0, 500))
-def test_one_segment_is_laid_out_as_several_are(segments: list[Segment], spare: int, heads: int, prefix: int) -> None:
+def test_one_segment_is_laid_out_as_several_are(segments: Segments, spare: int, heads: int, prefix: int) -> None:
     tiling, kept = Tiling(heads, 2, 16), np.array([prefix])
     for shape in (tight_shape(segments, tiling), bucket_shape(len(segments[0].tokens) + spare, 6, tiling)):
         ours, plain = (build(segments, shape, 7, kept_prefixes=kept) for build in (build_words, words_of_all))
@@ -109,8 +109,9 @@ def test_a_library_attends_for_long_prompts_at_the_end() -> None:
     tiling = Tiling(4, 8, 132, library_rows=30)
     trees, long, short = make_pass([(True, 16, 40)] * 3), make_pass([(False, 100, 9)]), make_pass([(False, 29, 0)])
 
-    def prompts(segments: Seq[Segment], tiling: Tiling = tiling) -> tuple[int, list[int]]:
+    def prompts(made: Seq[Segment], tiling: Tiling = tiling) -> tuple[int, list[int]]:
         """Rows before the prompts, and rows of each."""
+        segments = Segments.of(made)
         packed = pack_with_metadata(segments, tight_shape(segments, tiling), 9, torch.device("cpu"))
         packed = with_prompts(packed, segments, tiling)
         before = packed.before_prompts and packed.before_prompts.metadata
@@ -128,7 +129,7 @@ def test_a_library_attends_for_long_prompts_at_the_end() -> None:
 def test_more_tiles_than_a_pass_has_are_no_words() -> None:
     batch = [scheduled(DraftTree.chain(range(40)), number) for number in range(2)]
     ours = segments_of(batch)
-    assert isinstance(ours, TreeSegments)
+    assert isinstance(ours, Segments)
     shape = tight_shape(ours, Tiling(2, 2, 16))
     for build in (build_words, words_of_all):
         with pytest.raises(ValueError, match=r"tiles|broadcast|shape"):
@@ -140,8 +141,8 @@ def test_more_tiles_than_a_pass_has_are_no_words() -> None:
 def test_trees_kept_as_arrays_pack_as_segments_do(found: list[DraftTree], draws_on_ranks: bool) -> None:
     """Each way has its own words, for masks and for parts at fixed positions, and its own inputs of a plain pass."""
     batch = [scheduled(tree, number) for number, tree in enumerate(found)]
-    plain, ours = [alone(each, draws_on_ranks) for each in batch], segments_of(batch, draws_on_ranks)
-    assert isinstance(ours, TreeSegments)
+    plain, ours = Segments.of([alone(each, draws_on_ranks) for each in batch]), segments_of(batch, draws_on_ranks)
+    assert isinstance(ours, Segments)
     for tiling in (Tiling(2, 2, 16), Tiling(2, 2, 16, fixed_part=16, longest=64)):
         shape = tight_shape(plain, tiling)
         assert tight_shape(ours, tiling) == shape

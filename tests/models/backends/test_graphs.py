@@ -23,7 +23,7 @@ from eyas.models.backends.attention_metadata import Tiling, build_words
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.backends.cuda import KernelBackend, check_kernels, why_no_kernel, why_no_kernel_for
 from eyas.models.backends.cuda_graphs import CaptureLimits, CudaCapture, GraphBackend, without_collection
-from eyas.models.inputs import Segment
+from eyas.models.inputs import Segment, Segments
 from eyas.models.layers.numerics import Float32Head
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
@@ -231,7 +231,7 @@ def test_all_graphs_leave_their_output_in_the_same_memory(backend: GraphBackend)
     """One buffer of logits, as large as the largest graph's."""
     outputs = []
     for shape, replay in list(backend.replays.items())[::2]:
-        padding = build_words((), shape, NUM_SLOTS)  # what earlier passes left is laid out for other buckets
+        padding = build_words(Segments.of(()), shape, NUM_SLOTS)  # what earlier passes left is laid out for other buckets
         backend.words[: len(padding)].copy_(torch.from_numpy(padding))
         outputs.append(replay())
     kept = {o.logits.untyped_storage().data_ptr() for o in outputs}

@@ -19,8 +19,8 @@ from eyas.cache.kv_cache import KVShape
 from eyas.cache.state_pools import StatePools, StateShape
 from eyas.cache.states import StateSizes, StateStep
 from eyas.drafters.trees.rows import RowLayout, SlotLevels, SlotRows
-from eyas.kernels.arguments import UNSCALED, Draw
-from eyas.kernels.by_device import sampling_kernels
+from eyas.kernels.arguments import UNSCALED, Draws
+from eyas.kernels.by_device import sample, sampling_kernels
 from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 from eyas.models.backends.cuda import KernelBackend, why_no_kernel
 from eyas.models.inputs import PackedInputs, Segment
@@ -30,7 +30,6 @@ from eyas.models.layers.recurrent import RecurrentFunctions
 from eyas.models.parallel.shards import Shard
 from eyas.models.target import TargetModel
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.sampler import sample
 from eyas.sampling.sharded import likely_logits
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -132,7 +131,7 @@ def test_a_prefix_that_all_share_is_read_once_for_16_rows() -> None:
 ])  # fmt: skip
 def test_sampling_launches_and_moves_little(rows: int, key: NoiseKey, launches: int, times_logits: float) -> None:
     """1,024 rows: 64 trees of 16 nodes on 6 levels."""
-    draws = [Draw(replace(key, seed=row // 16), row % 16 * 6 // 16) for row in range(rows)]
+    draws = Draws([replace(key, seed=seed) for seed in range(rows // 16)], [row % 16 * 6 // 16 for row in range(rows)], 16)
     logits = torch.empty(rows, VOCAB, device=META)
     with torch.inference_mode(), Launches() as found:
         sample(logits, draws)
@@ -141,7 +140,7 @@ def test_sampling_launches_and_moves_little(rows: int, key: NoiseKey, launches: 
 
 
 def test_a_rank_reads_its_logits_once_to_draw() -> None:
-    draws = [Draw(NoiseKey(row // 16, 1.0), row % 16) for row in range(1024)]
+    draws = Draws([NoiseKey(seed, 1.0) for seed in range(64)], [row % 16 for row in range(1024)], 16)
     logits = torch.empty(1024, VOCAB // 4, device=META)
     with torch.inference_mode(), Launches() as found:
         sampling_kernels(logits).race(logits, draws, VOCAB // 4, VOCAB)
@@ -158,7 +157,7 @@ def test_ranks_search_for_top_p_with_few_launches(monkeypatch: pytest.MonkeyPatc
     exchanges = list[str]()
     for name in ("all_reduce", "all_gather"):
         monkeypatch.setattr(f"torch.distributed.{name}", lambda *args, name=name: exchanges.append(name))
-    draws = [Draw(NoiseKey(row // 16, 1.0, top_p=0.9), row % 16) for row in range(1024)]
+    draws = Draws([NoiseKey(seed, 1.0, top_p=0.9) for seed in range(64)], [row % 16 for row in range(1024)], 16)
     logits = torch.empty(1024, VOCAB // 4, device=META)
     with torch.inference_mode(), Launches() as found:
         likely_logits(logits, draws, 1, 4)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from eyas.cache.slot_tables import TableId
 from eyas.models.backends.base import BackendKind, BackendPlan
 from eyas.models.backends.cuda_graphs import CaptureLimits
-from eyas.models.inputs import Segment, TreeSegments
+from eyas.models.inputs import Segment, Segments
 from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKVCache
 from eyas.models.parallel.shards import Shard, SharedVocabulary
 from eyas.protocol.commit import NoiseKey
@@ -38,7 +38,7 @@ def ints_of(segment: Segment) -> object:
     ]
 
 
-def send(encoder: CommandEncoder, decoder: CommandDecoder, segments: list[Segment] | TreeSegments) -> int:
+def send(encoder: CommandEncoder, decoder: CommandDecoder, segments: list[Segment] | Segments) -> int:
     """Check that the segments arrive as they were; return the bytes of the message."""
     message = encoder.encode(segments)
     command = decoder.decode(message)

@@ -34,7 +34,7 @@ from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, 
 from eyas.models.backends.base import BackendKind, BackendPlan, ForwardBackend
 from eyas.models.backends.cuda import KernelBackend, build_backend, plan_backend, release_backend
 from eyas.models.backends.cuda_graphs import CaptureLimits, Out
-from eyas.models.inputs import PackedInputs, Segment, pack
+from eyas.models.inputs import PackedInputs, Segments, pack
 from eyas.models.layers.attention import attend
 from eyas.models.loading import load_target
 from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKVCache
@@ -252,7 +252,7 @@ def test_ranks_give_up_fused_layers_and_kernels_together(tmp_path: Path, monkeyp
     size=st.sampled_from([2, 4]),
 )
 def test_the_kernel_on_sharded_heads_equals_plain_attention(
-    segments: list[Segment], heads: Heads, window: int | None, size: int
+    segments: Segments, heads: Heads, window: int | None, size: int
 ) -> None:
     scratch, rows = sum(len(s.tokens) + len(s.prefix) for s in segments), sum(len(s.tokens) for s in segments)
     kv_cache = make_kv_cache(scratch, heads, 0, torch.float32)

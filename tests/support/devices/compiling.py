@@ -18,7 +18,7 @@ from torch import Tensor
 from eyas.cache.state_pools import StatePools, StateShape
 from eyas.cache.states import StateSizes, StateStep
 from eyas.kernels.arguments import RecurrentInputs
-from eyas.models.inputs import Segment
+from eyas.models.inputs import Segment, Segments
 from eyas.models.recurrent_rows import RecurrentRows
 from tests.support.devices.launches import META, Launch, recorded
 
@@ -213,7 +213,7 @@ def prefill_calls(sm: int) -> None:
     for (width, group, is_narrow, window), rows in [(wanted[0], 2048), *((each, 8192) for each in wanted)]:
         own = np.arange(rows)
         tiling = Tiling(group, 8, 132)
-        shape = tight_shape([Segment(own, own, own, own[:0], None, own[-1:])], tiling)
+        shape = tight_shape(Segments.of([Segment(own, own, own, own[:0], None, own[-1:])]), tiling)
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
         query = torch.zeros(rows, 8 * group, width, dtype=torch.bfloat16, device=META)
         keys = torch.zeros(1024, 8, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
@@ -307,20 +307,21 @@ def expert_calls(sm: int) -> None:
 
 def sampling_calls(sm: int) -> None:
     """The draw of a few rows over the vocabulary of Llama 3, and the ranking of a level's children."""
-    from eyas.kernels.arguments import Draw
+    from eyas.kernels.arguments import Draws
     from eyas.kernels.cuda.sampling import best_of_races, draw_rows, race, top_k
     from eyas.protocol.commit import NoiseKey
     from eyas.sampling.sharded import warm_up_search
 
     keys = NoiseKey(0, 1.0), NoiseKey(0, 1.0, top_k=50, top_p=0.9)
-    draw_rows(torch.zeros(64, 128256, device=META), [Draw(keys[0], 0)] * 64)
+    draws = [Draws([key], [0] * 64, 64) for key in keys]
+    draw_rows(torch.zeros(64, 128256, device=META), draws[0])
     if sm == min(SHARED_KIB):
         for size in (32000, 128256, 151936):  # lists of other sizes
-            draw_rows(torch.zeros(64, size, device=META), [Draw(keys[1], 0)] * 64)
-    found = race(torch.zeros(64, 32064, device=META), [Draw(keys[0], 0)] * 64, 32064, 128256)
+            draw_rows(torch.zeros(64, size, device=META), draws[1])
+    found = race(torch.zeros(64, 32064, device=META), draws[0], 32064, 128256)
     warm_up_search(torch.zeros(64, 32064, device=META))
     if sm in WHOLE:
-        best_of_races(found.expand(4, 3, 64), [Draw(keys[0], 0)] * 64, 128256)
+        best_of_races(found.expand(4, 3, 64), draws[0], 128256)
     top_k(torch.zeros(10, 32000, device=META), 10)
 
 

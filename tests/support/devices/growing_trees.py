@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from eyas.models.inputs import TreeSegments
+from eyas.models.inputs import SegmentRows, Segments
 from eyas.protocol.commit import NoiseKey
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import pack_trees
@@ -15,16 +15,18 @@ from eyas.sampling.acceptance import pack_trees
 Out = TypeVar("Out")
 
 
-def batch_of_trees(prefixes: list[np.ndarray], nodes: int = 16, version: int = 0) -> TreeSegments:
+def batch_of_trees(prefixes: list[np.ndarray], nodes: int = 16, version: int = 0) -> Segments:
     """A tree behind each prefix, its nodes in slots of their own."""
     tree = DraftTree.of(tuple(range(nodes)), (0, *range(nodes - 1)), (0.0,) * nodes)
     packed = pack_trees([tree] * len(prefixes))
     positions = packed.depths + np.repeat([len(prefix) for prefix in prefixes], nodes)
     keys, tables = [NoiseKey(n, 1.0) for n in range(len(prefixes))], [(n, version) for n in range(len(prefixes))]
-    return TreeSegments(packed, positions, 2**24 + np.arange(len(positions)), prefixes, keys, tables)
+    rows = np.arange(len(positions))
+    arrays = SegmentRows(packed.nodes.tokens, positions, 2**24 + rows, rows, packed.nodes.counts)
+    return Segments(arrays, prefixes, keys, tables, [None] * len(prefixes), packed)
 
 
-def grown_steps(context: int, poison: bool = False, sequences: int = 64) -> Iterator[TreeSegments]:
+def grown_steps(context: int, poison: bool = False, sequences: int = 64) -> Iterator[Segments]:
     """Four steps of trees whose prefixes grow by a few slots. poison: only the last slot of the known ones is right."""
     rng = np.random.default_rng(0)
     memory, length = [rng.integers(0, 2**24, context + 100) for _ in range(sequences)], context

@@ -8,7 +8,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from eyas.models.inputs import Segment
+from eyas.models.inputs import Segment, Segments
 from eyas.protocol.tree import DraftTree
 
 
@@ -44,7 +44,7 @@ def make_kv_cache(num_slots: int, heads: Heads, seed: int, dtype: torch.dtype) -
 
 
 @st.composite
-def passes(draw: st.DrawFn, max_segments: int = 4, max_rows: int = 12, max_prefix: int = 40) -> list[Segment]:
+def passes(draw: st.DrawFn, max_segments: int = 4, max_rows: int = 12, max_prefix: int = 40) -> Segments:
     """Trees and prompt chunks over prefixes of any length, in scattered slots."""
     seed = draw(st.integers(0, 2**16))
     sizes = draw(
@@ -57,7 +57,7 @@ def passes(draw: st.DrawFn, max_segments: int = 4, max_rows: int = 12, max_prefi
     return make_pass(sizes, seed)
 
 
-def make_pass(sizes: list[tuple[bool, int, int]], seed: int = 0) -> list[Segment]:
+def make_pass(sizes: list[tuple[bool, int, int]], seed: int = 0) -> Segments:
     """Segments of (is it a tree, rows, prefix length); tokens are below 48. Slots 0 up to `num_slots`, shuffled."""
     rng = np.random.default_rng(seed)
     slots = rng.permutation(num_slots(sizes))
@@ -72,7 +72,7 @@ def make_pass(sizes: list[tuple[bool, int, int]], seed: int = 0) -> list[Segment
         else:
             positions, visible, wanted = length + np.arange(count), None, np.array([count - 1])
         segments.append(Segment(tokens, positions, own, prefix, visible, wanted))
-    return segments
+    return Segments.of(segments)
 
 
 def behind_others(segment: Segment, count: int) -> Segment:
@@ -91,7 +91,7 @@ def num_slots(sizes: list[tuple[bool, int, int]]) -> int:
 def naive(
     query: Tensor,
     kv_cache: RandomKV,
-    segments: list[Segment],
+    segments: Segments,
     scaling: float,
     window: int | None,
     softcap: float | None,

@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,12 +9,11 @@ from hypothesis import strategies as st
 
 from eyas.api.request import SamplingParams
 from eyas.api.validation import MAX_SEED
-from eyas.kernels.arguments import Draw, Draws
-from eyas.kernels.by_device import rank
+from eyas.kernels.arguments import Draws
+from eyas.kernels.by_device import rank, sample
 from eyas.kernels.noise import exponential_noise
 from eyas.kernels.probabilities import Filters, filtered_probs, target_probs
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.sampler import sample
 from tests.support import reference
 from tests.support.devices.device_syncs import Waits
 
@@ -63,27 +61,28 @@ def test_a_draw_equals_the_naive_exponential_race(
     logits = torch.randn(1, 16, generator=torch.Generator().manual_seed(seed)) * 3
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, min_p=min_p)
     key = NoiseKey(seed, temperature, top_k, top_p, min_p)
-    assert sample(logits, [Draw(key, 11)]).tolist() == [reference.draw(logits[0], params, 11)]
+    assert sample(logits, Draws([key], [11])).tolist() == [reference.draw(logits[0], params, 11)]
 
 
 def test_rows_of_different_requests_do_not_disturb_one_another() -> None:
     logits = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
-    draws = [Draw(NoiseKey(1), 5), Draw(NoiseKey(2, 0.7), 5), Draw(NoiseKey(3), 9), Draw(NoiseKey(2, 1.3, 4, 0.8), 6)]
-    alone = torch.cat([sample(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)])
+    draws = Draws([NoiseKey(1), NoiseKey(2, 0.7), NoiseKey(3), NoiseKey(2, 1.3, 4, 0.8)], [5, 5, 9, 6])
+    alone = torch.cat([sample(logits[i : i + 1], draws.taken([i])) for i in range(4)])
     assert torch.equal(sample(logits, draws), alone)
 
 
 def test_draws_of_runs_of_rows_are_those_of_each_row() -> None:
     keys, counts = [NoiseKey(2**64 - 1, 0.8), NoiseKey(3), NoiseKey(4, 1.3, 4, 0.8)], [3, 2, 2]
-    draws, owners = Draws(keys, counts, np.array([9, 10, 10, 4, 5, 70, 71])), [0, 0, 0, 1, 1, 2, 2]
-    assert list(draws) == [Draw(keys[i], at) for i, at in zip(owners, draws.positions.tolist(), strict=True)]
-    assert list(draws[2:4]) == list(draws)[2:4]
+    draws = Draws(keys, [9, 10, 10, 4, 5, 70, 71], counts)
+    assert draws.keys_of_rows == [keys[owner] for owner in (0, 0, 0, 1, 1, 2, 2)]
+    part = draws.taken([2, 3])
+    assert (part.keys_of_rows, part.positions.tolist()) == (keys[:2], [10, 4])
     logits = torch.randn(7, 32, generator=torch.Generator().manual_seed(4))
-    assert torch.equal(sample(logits, draws), sample(logits, list(draws)))
+    assert torch.equal(sample(logits, draws), sample(logits, draws.taken(range(7))))
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:
-    assert sample(torch.tensor([[0.0, 2.0, 2.0, 2.0]]), [Draw(NoiseKey(0), 0)]).tolist() == [1]
+    assert sample(torch.tensor([[0.0, 2.0, 2.0, 2.0]]), Draws([NoiseKey(0)], [0])).tolist() == [1]
 
 
 def test_filtered_probs_keep_at_least_the_likeliest_token() -> None:
@@ -105,7 +104,7 @@ def test_rank_orders_exact_ties_by_lowest_id(values: list[float]) -> None:
 def test_sampled_frequencies_follow_the_probs() -> None:
     """Chi-square over 20,000 positions of one seed."""
     logits = torch.tensor([1.5, 0.3, -0.5, -1.0, 0.0, -4.0])
-    draws = [Draw(NoiseKey(12345, 1.0), position) for position in range(20000)]
+    draws = Draws([NoiseKey(12345, 1.0)], range(20000), 20000)
     counts = torch.bincount(sample(logits.expand(len(draws), -1), draws), minlength=6)
     expected = torch.softmax(logits, -1) * len(draws)
     assert ((counts - expected) ** 2 / expected).sum() < 20.5  # 99.9 % quantile of 5 degrees of freedom
@@ -113,8 +112,8 @@ def test_sampled_frequencies_follow_the_probs() -> None:
 
 def test_probs_are_prepared_without_a_device_sync() -> None:
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
-    draws = [Draw(NoiseKey(2, 0.7), 5), Draw(NoiseKey(3, 1.3, 4, 0.8), 6), Draw(NoiseKey(4, 1.0, min_p=0.1), 6)]
+    draws = Draws([NoiseKey(2, 0.7), NoiseKey(3, 1.3, 4, 0.8), NoiseKey(4, 1.0, min_p=0.1)], [5, 6, 6])
     with Waits() as waits:
         probs = target_probs(logits, draws)
     assert waits.names == []
-    assert torch.equal(probs, torch.cat([target_probs(logits[i : i + 1], [draw]) for i, draw in enumerate(draws)]))
+    assert torch.equal(probs, torch.cat([target_probs(logits[i : i + 1], draws.taken([i])) for i in range(3)]))
