@@ -162,6 +162,11 @@ class LocalDrafter(ABC):
         """Return what a round runs; nothing for lookups."""
         return NO_WORK
 
+    @property
+    def has_lookups(self) -> bool:
+        """Return whether this is a network next to lookups, which can draft alone, see `Commit.lookups_alone`."""
+        return False
+
     @abstractmethod
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         """Return the answers of `Drafter.request`."""

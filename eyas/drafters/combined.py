@@ -18,6 +18,7 @@ import numpy as np
 
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.drafters.base import (
+    NO_WORK,
     Draft,
     DraftContext,
     DrafterNeeds,
@@ -66,7 +67,7 @@ class _CombinedSession(Session):
 
     @property
     def is_complete(self) -> bool:
-        """Return whether both sides have all of the commit."""
+        """Return whether all sides that are asked have all of the commit."""
         return self.committed_length == self.context.committed_length
 
     @property
@@ -125,6 +126,7 @@ class CombinedDrafter(LocalDrafter):
         self._side_needs = first.needs, second.needs
         self._tree = tree
         self._config = config
+        self._lookups = [k for k in range(2) if self.sides[k].work == NO_WORK]
         self._sessions = SessionLedger(_CombinedSession)
         self._looks = [k for k in range(2) if prepares and self.sides[k].continues_paths]  # sides that look ahead
         self._due: dict[str, None] = {}  # sessions whose trees are verified, and what follows these is not prepared
@@ -142,6 +144,10 @@ class CombinedDrafter(LocalDrafter):
     @property
     def work(self) -> DraftWork:
         return self.sides[0].work + self.sides[1].work
+
+    @property
+    def has_lookups(self) -> bool:
+        return len(self._lookups) == 1
 
     def use_path_masks(self, path_masks: PathMasks) -> None:
         for side in self.sides:
@@ -163,7 +169,8 @@ class CombinedDrafter(LocalDrafter):
         for side in range(len(self.sides)):
             self._propose(side, sessions)
         for session in sessions:
-            session.committed_length = min(session.lengths)
+            asked = self._lookups if session.context.lookups_alone else range(len(self.sides))
+            session.committed_length = min(session.lengths[side] for side in asked)
         self._evict({context.session for context in contexts})
         complete = [session for session in sessions if session.is_complete]
         self._merge([session for session in complete if not session.context.has_tree])
@@ -235,7 +242,13 @@ class CombinedDrafter(LocalDrafter):
     def _propose(self, k: int, sessions: Sequence[_CombinedSession]) -> None:
         """Send one side the parts of the commits that it does not have, and keep its answers."""
         side = self.sides[k]
-        behind = [session for session in sessions if session.lengths[k] < session.context.committed_length]
+        behind = [
+            session
+            for session in sessions
+            if (k in self._lookups or not session.context.lookups_alone)
+            # one that lacks more than this commit is sent all of it first
+            and session.context.start_position <= session.lengths[k] < session.context.committed_length
+        ]
         contexts = [session.missing(k, self._side_needs[k], side.takes_prepared) for session in behind]
         drafts = side.propose(contexts) if behind else []
         for session, draft in zip(behind, drafts, strict=True):

@@ -107,6 +107,7 @@ class DraftManager:
         budgets: Seq[TreeBudget],
         allowed: Mapping[str, bytes],
         logit_biases: Mapping[str, tuple[KnownLogitBias, ...]],
+        lookups_alone: bool = False,
     ) -> None:
         """Commit the new tokens of `ready` sequences and request the next tree of each, within its budget.
 
@@ -115,11 +116,13 @@ class DraftManager:
         Args:
             budgets: of each sequence.
             allowed, logit_biases: by request id, see Commit; absent where there are none.
+            lookups_alone: see Commit.
         """
         wanted = [(s, budget) for s, budget in zip(sequences, budgets, strict=True) if s.prefilling or budget.wants_tree]
         if self._drafter is not None and wanted:
             # Where it fails, nothing is pending, so that the next step decodes plainly.
-            self._guarded(partial(self._request, self._drafter, wanted, allowed, logit_biases), sequences)
+            call = partial(self._request, self._drafter, wanted, allowed, logit_biases, lookups_alone)
+            self._guarded(call, sequences)
 
     def _request(
         self,
@@ -127,16 +130,19 @@ class DraftManager:
         wanted: Seq[tuple[Sequence, TreeBudget]],
         allowed: Mapping[str, bytes],
         logit_biases: Mapping[str, tuple[KnownLogitBias, ...]],
+        lookups_alone: bool,
     ) -> None:
         needs = drafter.needs
         requested = [sequence for sequence, _ in wanted]
         features: Iterable[Tensor | None] = repeat(None)
-        if needs.features:  # what the drafter lacks, all gathered at once
+        if needs.features and not lookups_alone:  # what the drafter lacks, all gathered at once
             slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in requested]
             features = torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots])
         contexts = [
             self._context(sequence, budget, rows) for (sequence, budget), rows in zip(wanted, features, strict=False)
         ]
+        if lookups_alone:
+            contexts = [context._replace(lookups_alone=True) for context in contexts]
         if needs.samples:
             contexts = [
                 context._replace(samples=sequence.samples) if context.proposal == "deterministic" else context

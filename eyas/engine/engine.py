@@ -315,7 +315,7 @@ class Engine:
         if self.grammars.outputs:
             self._tree_sizes = {s.request.id: budget.max_nodes for s, budget in pairs}
             masks = self.grammars.root_masks({s.request.id: s.tokens for s in ruled})
-        self.draft_manager.request(ready, budgets, masks, biases)
+        self.draft_manager.request(ready, budgets, masks, biases, self.budget.lookups_alone)
 
     def _pruned(self, drafts: list[DraftReply]) -> list[DraftReply]:
         """Return the replies without the nodes that cost more than they yield.

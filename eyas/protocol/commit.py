@@ -83,6 +83,7 @@ class Commit(NamedTuple, Generic[FeaturesT]):
     tenant_key: sessions with equal keys may be drafted each other's outputs, all others must not.
     has_tree: whether the verifier has cut the next tree from one that the drafter prepared, within the budget. Within that
         of a root it has no tree and does not wait for one.
+    lookups_alone: whether a pair of drafters in this process leaves out the one that runs a network. It does not travel.
     """
 
     session: str
@@ -100,6 +101,7 @@ class Commit(NamedTuple, Generic[FeaturesT]):
     logit_biases: tuple[KnownLogitBias, ...] = ()
     tenant_key: str = ""
     has_tree: bool = False
+    lookups_alone: bool = False
 
     @property
     def committed_length(self) -> int:

@@ -54,8 +54,13 @@ class AdaptiveDraftBudget:
         verify: seconds by rows, without those of contexts.
         is_apart: whether the drafter works elsewhere.
         context_token_s: seconds for each cached token that rows attend to.
+        name: of its trees, for the log.
+
+    Attributes:
+        bar: what steps without these trees yield, over plain decoding: above 1 if others draft in them.
     """
 
+    lookups_alone = False
     MARGIN, AS_GOOD = 1.05, 0.99  # the latter: of the best rate; the deepest of such sizes says the most
     CHOICE_STEPS = 8  # that a choice holds for, unless the rows change
     TRY_SHARE, FIRST_PAUSE = 0.01, 200  # the latter: steps that may follow a first try with a drafter in this process
@@ -73,8 +78,12 @@ class AdaptiveDraftBudget:
         draft: DraftCosts,
         is_apart: bool = False,
         context_token_s: float = 0.0,
+        name: str = "drafts",
     ) -> None:
-        self.num_nodes, self.is_on = 1, False
+        self.num_nodes = 1
+        self.is_on = False
+        self.bar = 1.0
+        self._name = name
         self._tree, self._verify, self._draft, self._is_apart = tree, verify, draft, is_apart
         self._survival, self._recent, self._choice = SurvivalModel(), RecentTrees(), Choice()
         self._context_token_s, self._host = context_token_s, HostCosts()
@@ -93,6 +102,11 @@ class AdaptiveDraftBudget:
     @property
     def takes_prompts(self) -> bool:
         return self.is_on
+
+    @property
+    def gain(self) -> float:
+        """Return the tokens per second over those of plain decoding, as expected; 1 while there are no trees."""
+        return self._choice.gain if self.is_on else 1.0
 
     def choose(
         self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
@@ -139,7 +153,7 @@ class AdaptiveDraftBudget:
             return self._choice
         self._rows, self._age = (num_rows, all_rows), 0
         plain_s = self._step_s(num_rows)
-        plain = Choice(rate=num_rows / plain_s, plain_s=plain_s)
+        plain = Choice(rate=self.bar * num_rows / plain_s, plain_s=plain_s)
         sizes = [TreeBudget(n, d) for d in _steps(1, self._tree.num_steps) for n in _steps(2, known) if d < n]
         if not sizes or (yields := self._recent.yields(self._survival, known, sizes, self._prunes)) is None:
             return plain
@@ -247,7 +261,8 @@ class AdaptiveDraftBudget:
             return
         count, plain_s = len(done), self._step_s(len(done))
         rows_s = self._verify.seconds(sum([rows for rows, _ in done])) - self._verify.seconds(count)
-        gain = sum([tokens for _, tokens in done]) / count - 1 - (wait_s + rows_s + self._host.more_s) / plain_s
+        seconds = plain_s + wait_s + rows_s + self._host.more_s
+        gain = sum([tokens for _, tokens in done]) / count - self.bar * seconds / plain_s
         self._balance += max(gain, -1.0) if self._num_cold else gain
         self._num_cold = max(self._num_cold - 1, 0)
         if self.is_on:
@@ -280,7 +295,7 @@ class AdaptiveDraftBudget:
 
     def _log(self, count: int, what: str) -> None:
         """Log a change of mind."""
-        message = "drafts for %d sequences, whose steps would take %.1f ms instead of %.1f, are %s"
+        message = f"{self._name} for %d sequences, whose steps would take %.1f ms instead of %.1f, are %s"
         seconds, plain_s = self._choice.seconds, self._choice.plain_s
         log.info(message, count, 1000 * seconds, 1000 * plain_s, what, extra={"rate_limited": True})
 

@@ -47,9 +47,11 @@ class DraftBudget(Protocol):
 
     Attributes:
         num_nodes: most nodes of the trees chosen last, the root included; 1 only if no request drafts.
+        lookups_alone: whether a pair of drafters leaves out the one that runs a network, see Commit.
     """
 
     num_nodes: int
+    lookups_alone: bool
 
     @property
     def takes_prompts(self) -> bool:
@@ -80,7 +82,9 @@ class DraftBudget(Protocol):
 class FixedDraftBudget:
     """Budget that always allows the largest trees."""
 
-    num_nodes, takes_prompts = 1, True
+    num_nodes = 1
+    takes_prompts = True
+    lookups_alone = False
 
     def choose(
         self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY

@@ -22,6 +22,7 @@ from eyas.emulation.device import Clock
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget
 from eyas.engine.budget.base import DraftBudget, FixedDraftBudget
 from eyas.engine.budget.costs import CostModel, DraftCosts
+from eyas.engine.budget.pair import PairDraftBudget
 from eyas.engine.runner import ModelRunner
 from eyas.kernels.arguments import Draws
 from eyas.models.inputs import Segment
@@ -52,9 +53,15 @@ def build_draft_budget(
     verify = measure_verify(runner, engine, tree, clock)
     context_token_s = measure_context(runner, engine, clock)
     draft = measure_drafting(drafter, runner, engine, tree, clock)
+    is_apart = not isinstance(drafter, LocalDrafter)
+    budget = AdaptiveDraftBudget(tree, verify, draft, is_apart, context_token_s)
     most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
     log.info("draft budget: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
-    return AdaptiveDraftBudget(tree, verify, draft, not isinstance(drafter, LocalDrafter), context_token_s)
+    if not isinstance(drafter, LocalDrafter) or not drafter.has_lookups:
+        return budget
+    draft = measure_drafting(drafter, runner, engine, tree, clock, lookups_alone=True)
+    lookups = AdaptiveDraftBudget(tree, verify, draft, False, context_token_s, "drafts by lookups alone")
+    return PairDraftBudget(budget, lookups)
 
 
 def cost_clock(drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, clock: Clock) -> Callable[[], float]:
@@ -131,9 +138,17 @@ def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[
 
 
 def measure_drafting(
-    drafter: Drafter, runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]
+    drafter: Drafter,
+    runner: ModelRunner,
+    engine: EngineConfig,
+    tree: TreeConfig,
+    clock: Callable[[], float],
+    lookups_alone: bool = False,
 ) -> DraftCosts:
-    """Return the seconds of draft rounds; nothing is known of a drafter in another process."""
+    """Return the seconds of draft rounds; nothing is known of a drafter in another process.
+
+    lookups_alone: see Commit.
+    """
     if not isinstance(drafter, LocalDrafter):
         return DraftCosts(None, None, tree.top_k)
     num_rows = max(min(tree.num_draft_tokens - 1, tree.top_k), 1)
@@ -144,7 +159,8 @@ def measure_drafting(
         slots = np.arange(num_tokens if start else num_tokens - 1) % runner.kv_cache.scratch
         features = runner.features(slots) if drafter.needs.features else None
         own = tuple(tokens[session : session + num_tokens].tolist())
-        return Commit(f"warm-up {session}", epoch, start, own, features, GREEDY, budget)
+        commit = Commit(f"warm-up {session}", epoch, start, own, features, GREEDY, budget)
+        return commit._replace(lookups_alone=lookups_alone)
 
     def round_of(num_trees: int, *of_session: int) -> object:
         """Time a round with the features, which a CPU fuses for it."""

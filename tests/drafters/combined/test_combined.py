@@ -19,7 +19,7 @@ from eyas.config import (
     SuffixConfig,
     TreeConfig,
 )
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, DraftWork, LocalDrafter
 from eyas.drafters.combined import CombinedDrafter, merge_trees
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
@@ -132,6 +132,29 @@ def test_only_a_part_that_lost_its_state_gets_a_full_resend() -> None:
     assert healed.num_drafted > 0
     assert sides[0].received == [(0, 5), (5, 7), (7, 9)]
     assert sides[1].received == [(0, 5), (5, 7), (0, 9)]
+
+
+class Network(Forgetful):
+    """A side that runs a network."""
+
+    work = DraftWork(1, 1)
+
+
+def test_lookups_draft_alone_and_the_network_catches_up() -> None:
+    sides = [kind(PromptLookupDrafter(TreeConfig(num_steps=5), PromptLookupConfig())) for kind in (Network, Forgetful)]
+    combined, tokens = CombinedDrafter(*sides, TreeConfig(num_steps=5), CombinedConfig()), [1, 2, 3] * 4
+    assert combined.has_lookups
+    combined.propose([commit("a", tokens[:5])])
+    (alone,) = combined.propose([commit("a", tokens[:7], base=5)._replace(lookups_alone=True)])
+    assert isinstance(alone, DraftTree)
+    assert alone.num_drafted > 0
+    assert combined.propose([commit("a", tokens[:9], base=7)]) == [ResyncRequired("a", 0, 5)]
+    (both,) = combined.propose([commit("a", tokens[:9], base=5)])
+    assert isinstance(both, DraftTree)
+    assert [side.received for side in sides] == [[(0, 5), (5, 9)], [(0, 5), (5, 7), (7, 9)]]
+    (first,) = combined.propose([commit("b", tokens[:4])._replace(lookups_alone=True)])
+    assert isinstance(first, DraftTree)
+    assert sides[0].received[2:] == []
 
 
 def test_a_resend_keeps_the_tree_of_a_part_that_has_answered() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from eyas.api.request import Request, SamplingParams
 from eyas.config import TreeConfig
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget
-from eyas.engine.budget.base import NextStep, StepTimes
+from eyas.engine.budget.base import DraftBudget, NextStep, StepTimes
 from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.commit import NO_TREE, TreeBudget
@@ -67,15 +67,15 @@ class Simulation:
         draft = DraftCosts(None, None, CHAINS.top_k) if remote else DraftCosts(first, level, CHAINS.top_k)
         return AdaptiveDraftBudget(CHAINS, verify, draft, remote, self.context_token)
 
-    def sizes(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
+    def sizes(self, budget: DraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
         """The nodes that most requests got, step by step; 1 where only scouts have trees."""
         rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
         step = NextStep(num_context_tokens=self.context * self.batch)
         without = {f"other {number}": NO_TREE for number in range(self.others)}
         chosen = [budget.choose(names, most, self.others, step)]
         for _ in range(steps):
-            wait_s = max(self._wait(chosen[-1]) - (self.gap or 0.0), 0.0)
-            batch, outputs = self._step(budget, chosen[-1] | without, rng)
+            wait_s = max(self.wait_s(chosen[-1]) - (self.gap or 0.0), 0.0)
+            batch, outputs = self.take_step(budget, chosen[-1] | without, rng)
             verify_s = self.fixed + self.row * sum(len(scheduled.slots) for scheduled in batch) + self._context_s
             other_s = (self.gap or 0.0) + (self.host if any(size.max_depth for size in chosen[-1].values()) else 0.0)
             budget.observe(batch, outputs, StepTimes(wait_s, verify_s, other_s))
@@ -99,7 +99,7 @@ class Simulation:
         self.num_missed.clear()
         return self
 
-    def seconds_per_token(self, budget: AdaptiveDraftBudget, steps: int, seed: int = 0) -> float:
+    def seconds_per_token(self, budget: DraftBudget, steps: int, seed: int = 0) -> float:
         """Seconds per token of the next steps."""
         self.now, self.tokens = 0.0, 0
         self.sizes(budget, steps, seed)
@@ -116,8 +116,8 @@ class Simulation:
     def _context_s(self) -> float:
         return self.context_token * self.context * self.batch
 
-    def _step(
-        self, budget: AdaptiveDraftBudget, sizes: dict[str, TreeBudget], rng: random.Random
+    def take_step(
+        self, budget: DraftBudget, sizes: dict[str, TreeBudget], rng: random.Random
     ) -> tuple[list[ScheduledSequence], StepOutputs]:
         trees = {name: self._tree(number, size) for number, (name, size) in enumerate(sizes.items())}
         came = [name for name, tree in trees.items() if sizes[name].max_depth and tree.sampled is None]
@@ -140,7 +140,7 @@ class Simulation:
         tree = DraftTree.chain(range(min(size.max_nodes, size.max_depth + 1, most)))
         return tree.with_sampled(SampledProposal({})) if number < self.sampled else tree
 
-    def _wait(self, sizes: dict[str, TreeBudget]) -> float:
+    def wait_s(self, sizes: dict[str, TreeBudget]) -> float:
         """A drafter gets only sequences that have trees."""
         self.num_missed.update(sizes.keys())
         requested = [name for name, size in sizes.items() if size.max_depth]

@@ -1,0 +1,50 @@
+"""The draft budget of a network next to lookups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from eyas.engine.budget.adaptive import AdaptiveDraftBudget
+from eyas.engine.budget.base import DECODE_ONLY, NextStep, StepTimes
+from eyas.engine.sequence import ScheduledSequence
+from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
+from eyas.sampling.acceptance import StepOutputs
+
+
+class PairDraftBudget:
+    """Trees of both drafters while these pay, else trees of the lookups alone while those do.
+
+    Trees of both have to yield more than the lookups did when these drafted alone last.
+    """
+
+    num_nodes = 1
+    lookups_alone = False
+
+    def __init__(self, both: AdaptiveDraftBudget, lookups: AdaptiveDraftBudget) -> None:
+        self._both, self._lookups = both, lookups
+        self._active = both
+
+    @property
+    def takes_prompts(self) -> bool:
+        return self._both.takes_prompts
+
+    def choose(
+        self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
+    ) -> dict[str, TreeBudget]:
+        self._both.bar = self._lookups.gain
+        sizes = self._both.choose(decoding, most, num_plain, step)
+        self.lookups_alone = self._both.num_nodes == 1
+        if self.lookups_alone:
+            sizes = self._lookups.choose(decoding, most, num_plain, step)
+        self._active = self._lookups if self.lookups_alone else self._both
+        self.num_nodes = self._active.num_nodes
+        return sizes
+
+    def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
+        return self._active.prune(trees, num_plain)
+
+    def observe(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, times: StepTimes) -> None:
+        self._active.observe(batch, outputs, times)
+        if self.lookups_alone:
+            self._both.observe(batch, outputs, times)  # as a step without trees, after which it may try again
