@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Self, cast
 
 from eyas.api.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
 from eyas.api.request import Chunk, Prompt, Request, SamplingParams, paired, split_prompt
@@ -43,7 +43,6 @@ from eyas.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
 OutputKind = Literal["cumulative", "delta", "final_only"]
-ResultT = TypeVar("ResultT")
 
 
 @dataclass
@@ -195,8 +194,9 @@ class LLM:
         """
         call = self._submit(prompts, sampling_params, draft)
         with _progress(use_tqdm, len(call.outputs)) as advance:
-            for is_finished in self._run(call, OutputBuilder.skip):
-                advance(is_finished)
+            for output in self._run(call):
+                output.take()
+                advance(not output.num_running)
         return [output.output() for output in call.outputs]
 
     def chat(
@@ -235,12 +235,13 @@ class LLM:
 
         Several prompts take turns; `request_id` counts them. Raises as `generate`, when the first output is asked for.
         """
-        yield from self._run(self._submit(prompts, sampling_params, draft), OutputBuilder.delta)
+        for output in self._run(self._submit(prompts, sampling_params, draft)):
+            yield output.delta()
 
     def chunks(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[TextChunk]:
         """Yield the chunks of a prompt's completions, as a router streams them. Raises as `stream`."""
-        for chunks in self._run(self._submit([prompt], sampling_params, draft=True), OutputBuilder.take):
-            yield from chunks
+        for output in self._run(self._submit([prompt], sampling_params, draft=True)):
+            yield from output.take()
 
     @cached_property
     def _content_text(self) -> ContentText:
@@ -325,8 +326,8 @@ class LLM:
             raise
         return call
 
-    def _run(self, call: _Call, read: Callable[[OutputBuilder], ResultT]) -> Iterator[ResultT]:
-        """Step until all outputs are finished, and yield what `read` makes of those that changed.
+    def _run(self, call: _Call) -> Iterator[OutputBuilder]:
+        """Step until all outputs are finished, and yield those that have something unread.
 
         Cancels what is left when the caller stops. Raises RequestFailed.
         """
@@ -339,7 +340,7 @@ class LLM:
                     if output.error:
                         raise type(output.error)(f"request {output.request_id}: {output.error}")
                     if output.unread:
-                        yield read(output)
+                        yield output
         finally:
             self._cancel(call)
 

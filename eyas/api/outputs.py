@@ -251,11 +251,6 @@ class OutputBuilder:
             self._completions[index] = replace(own, text="", token_ids=[], logprobs=None if own.logprobs is None else [])
         return output
 
-    def skip(self) -> bool:
-        """Take all as read; return whether all completions have ended."""
-        self.unread = []
-        return self.num_running == 0
-
     def take(self) -> list[TextChunk]:
         """Return the chunks since the last output."""
         taken, self.unread = self.unread, []

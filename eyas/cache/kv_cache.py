@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Floats, Ints
 from eyas.cache.slot_tables import TableId, TableRows
-from eyas.device.transfer import Floats, Ints
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import UNSCALED, KVScales
 from eyas.kernels.choice import tree_kernels

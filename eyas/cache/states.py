@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eyas.protocol.tree import Ints
+from eyas.arrays import Ints
 
 # The row of a pool that stays zero: the state before the first token.
 START = 0

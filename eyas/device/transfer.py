@@ -17,10 +17,6 @@ from torch import Tensor
 from eyas.errors import InvalidRequest
 from eyas.protocol.commit import TensorBytes
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float32]
-
 # Characters of torch's own text on missing memory.
 MAX_REASON = 300
 
@@ -117,6 +113,3 @@ def tensor_from_bytes(value: TensorBytes) -> Tensor:
     if not value.data:
         return torch.empty(value.shape, dtype=dtype)
     return torch.frombuffer(bytearray(value.data), dtype=dtype).reshape(value.shape)
-
-
-Reals = npt.NDArray[np.float64]

@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from eyas.arrays import Ints
 from eyas.config import TreeConfig
 from eyas.grammar.compiler import TokenBits
 from eyas.protocol.commit import Commit, ResyncRequired, TreeBudget
-from eyas.protocol.tree import DraftTree, Ints, PreparedTree
+from eyas.protocol.tree import DraftTree, PreparedTree
 
 DraftContext: TypeAlias = Commit[Tensor]
 Draft: TypeAlias = DraftTree | ResyncRequired | None

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Ints
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
-from eyas.device.transfer import Ints
 from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Bools, Ints
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.transfer import Bools, Ints, upload
+from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, DraftWork, within
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, new_rows, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Bools, Ints, Reals
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.transfer import Bools, Ints, Reals, download, moved, upload
+from eyas.device.transfer import download, moved, upload
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, PathMasks, within, without_banned
 from eyas.drafters.emulated import EmulatedExpansion
 from eyas.drafters.sessions import KVLedger, KVSession, StateT, num_features

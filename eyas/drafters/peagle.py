@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Bools
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.transfer import Bools
 from eyas.drafters.eagle import EagleDrafter, EagleExpansion
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree, ddtree_shape
 from eyas.drafters.trees.rows import GrowthShape, Roots, SlotLevels, SlotRows

@@ -14,6 +14,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from eyas.api.request import Chunk, FinishReason, Request, TokenLogprob
+from eyas.arrays import Ints
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache, Slots
 from eyas.cache.states import StateRows, StateStep
 from eyas.config import EngineConfig, TreeConfig
@@ -22,7 +23,7 @@ from eyas.engine.sequence import Chunks, DraftReply, Emitted, QueueKey, Schedule
 from eyas.engine.waiting_queue import OUTPUT_COST, PROMPT_COST, WaitingQueue, by_key
 from eyas.errors import InvalidRequest, Overloaded
 from eyas.protocol.commit import NO_TREE, TreeBudget
-from eyas.protocol.tree import DraftTree, DraftTrees, Ints
+from eyas.protocol.tree import DraftTree, DraftTrees
 from eyas.sampling.acceptance import StepOutputs
 
 # Tokens that an admitted sequence should be able to grow by: with fewer it would be preempted at once.

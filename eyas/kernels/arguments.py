@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from eyas.device.transfer import Bools, Floats, Ints
+from eyas.arrays import Bools, Floats, Ints
 from eyas.protocol.commit import NoiseKey
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from eyas.device.transfer import Ints, upload
+from eyas.arrays import Ints
+from eyas.device.transfer import upload
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
 MIX_1 = -4658895280553007687  # 0xBF58476D1CE4E5B9

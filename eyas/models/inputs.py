@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Bools, Int32s, Ints
 from eyas.cache.slot_tables import TableId
 from eyas.cache.states import StateStep
-from eyas.device.transfer import Bools, Ints, upload
+from eyas.device.transfer import upload
 from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.recurrent_rows import RecurrentRows
 from eyas.protocol.commit import NoiseKey
-from eyas.protocol.tree import Int32s
 from eyas.sampling.acceptance import PackedTrees
 
 

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Bools, Ints
 from eyas.cache.states import START, StateStep
-from eyas.device.transfer import Bools, Ints, upload
+from eyas.device.transfer import upload
 from eyas.kernels.arguments import BLOCK_ROWS, NO_MASK, ScanTables
 
 if TYPE_CHECKING:

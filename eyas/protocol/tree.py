@@ -21,12 +21,9 @@ from typing import ClassVar, overload
 import numpy as np
 import numpy.typing as npt
 
+from eyas.arrays import Bools, Ints, Reals
 from eyas.errors import InvalidTree
 
-Ints = npt.NDArray[np.int64]
-Int32s = npt.NDArray[np.int32]
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 Cells = npt.NDArray[np.generic]
 
 MASS_TOLERANCE = 1e-4
@@ -91,7 +88,7 @@ class DraftTrees(Sequence["DraftTree"]):
     counts: Ints
     tokens: Ints
     parents: Ints
-    log_probs: Floats
+    log_probs: Reals
     grown_ahead: Bools
     sampled: tuple[SampledProposal | None, ...] = ()
     sources: Ints | None = None

@@ -32,8 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from eyas.api.request import Request, TokenLogprob
+from eyas.arrays import Bools, Ints
 from eyas.kernels.choice import tree_kernels
-from eyas.protocol.tree import Bools, DraftTree, DraftTrees, Ints
+from eyas.protocol.tree import DraftTree, DraftTrees
 
 if TYPE_CHECKING:
     from torch import Tensor

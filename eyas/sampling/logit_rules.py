@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from eyas.api.request import Request, SamplingParams
-from eyas.device.transfer import Bools, Ints, upload
+from eyas.arrays import Bools, Ints
+from eyas.device.transfer import upload
 from eyas.grammar.compiler import TokenBits
 from eyas.protocol.commit import KnownLogitBias
 from eyas.protocol.tree import DraftTree

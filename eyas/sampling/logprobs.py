@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from eyas.api.request import TokenLogprob
-from eyas.device.transfer import Ints, upload
+from eyas.arrays import Ints
+from eyas.device.transfer import upload
 from eyas.kernels.by_device import rank
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted, LogitRows

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from eyas.api.request import ReasoningBudget
-from eyas.device.transfer import Ints
+from eyas.arrays import Ints
 from eyas.protocol.tree import DraftTree
 
 NO_TOKEN = -1

@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from eyas.device.transfer import Ints, download
+from eyas.arrays import Ints
+from eyas.device.transfer import download
 from eyas.kernels.arguments import Draws
 from eyas.kernels.by_device import sample
 from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput

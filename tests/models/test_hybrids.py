@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.arrays import Ints
 from eyas.cache.states import NO_ROWS, START, StateStep
 from eyas.config import DraftingConfig, DraftModelConfig
-from eyas.device.transfer import Ints
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.engine.build import assemble_engine
 from eyas.errors import ConfigError

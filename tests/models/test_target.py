@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from eyas.arrays import Ints
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.states import StateSizes, StateStep
-from eyas.device.transfer import Ints
 from eyas.errors import CheckpointError
 from eyas.models.inputs import Segment, pack
 from eyas.models.loading import load_target

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from eyas.arrays import Ints
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig
-from eyas.device.transfer import Ints, download
+from eyas.device.transfer import download
 from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.base import Draft, DraftContext, Path, within, without_banned
 from eyas.drafters.sessions import num_features

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Bools, Ints, Reals
 from eyas.cache.prefix_cache import SlotAllocator
-from eyas.device.transfer import Bools, Ints, Reals, upload
+from eyas.device.transfer import upload
 from eyas.drafters.trees.rows import GrownRows
 from eyas.kernels.choice import tree_kernels
 from eyas.kernels.plain.trees import best_places

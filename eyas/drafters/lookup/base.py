@@ -21,8 +21,9 @@ from typing import Generic
 import numpy as np
 import torch
 
+from eyas.arrays import Ints, Reals
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.transfer import Ints, Reals, upload
+from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, bans_of, limits_of, within
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.trees.growth import forest_trees

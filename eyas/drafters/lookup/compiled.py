@@ -8,8 +8,8 @@ from functools import partial
 
 import numpy as np
 
+from eyas.arrays import Bools, Reals
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.device.transfer import Reals
 from eyas.drafters.base import DraftContext, Path, bans_of, within
 from eyas.drafters.lookup.base import MAX_CONTINUED, PRIOR_TRIALS, LookupDrafter
 from eyas.drafters.lookup.prompt_lookup import MATCH_DECAY
@@ -25,7 +25,7 @@ from eyas.kernels.cpu.lookups import (
     grow_tree,
     move_entries,
 )
-from eyas.protocol.tree import Bools, DraftTree, DraftTrees
+from eyas.protocol.tree import DraftTree, DraftTrees
 
 FIRST_ROOM = 16  # tokens of a new index
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import typer
 from tokenizers import Tokenizer
 
+from eyas.arrays import Ints
 from eyas.errors import ConfigError, MissingPackage
 from eyas.progress import Progress, progress
 from eyas.text.rows import check_text, text_of, token_ids_of, usable_rows
@@ -30,8 +31,6 @@ HEADER, TOKENS, SUFFIXES, STARTS = "datastore.json", "tokens.npy", "suffixes.npy
 BATCH = 256
 
 datastore = typer.Typer(add_completion=False, no_args_is_help=True)
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)

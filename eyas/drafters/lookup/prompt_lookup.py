@@ -12,8 +12,8 @@ from itertools import chain
 
 import numpy as np
 
+from eyas.arrays import Ints, Reals
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.device.transfer import Ints, Reals
 from eyas.drafters.base import DraftContext, LocalDrafter, Path
 from eyas.drafters.lookup.base import HitRates, MatchDrafter, Matches, Trie, match_steps
 from eyas.drafters.sessions import MemoryLedger

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import numpy as np
 
+from eyas.arrays import Ints, Reals
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.config.file_values import get_setting
-from eyas.device.transfer import Ints, Reals
 from eyas.drafters.base import DraftContext
 from eyas.drafters.base import Path as TokenPath
 from eyas.drafters.lookup.base import MatchDrafter, Matches, Trie, perturbed_log_shares

@@ -17,8 +17,8 @@ from itertools import islice
 
 import numpy as np
 
+from eyas.arrays import Reals
 from eyas.config import SuffixConfig, TreeConfig
-from eyas.device.transfer import Reals
 from eyas.drafters.base import DraftContext, Path
 from eyas.drafters.lookup.base import HitRates, MatchDrafter, Matches, Trie, match_steps
 from eyas.drafters.sessions import MemoryLedger

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from eyas.arrays import Bools, Ints
 from eyas.cache.prefix_cache import Slots
-from eyas.device.transfer import Bools, Ints
 from eyas.drafters.base import limits_of
 from eyas.drafters.trees.rows import GrowthShape
 from eyas.kernels.arguments import RowKeys

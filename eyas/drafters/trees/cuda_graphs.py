@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Ints, Reals
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.device.transfer import Ints, Reals, upload
+from eyas.device.transfer import upload
 from eyas.drafters.base import DraftContext
 from eyas.drafters.trees.growth import (
     Candidates,

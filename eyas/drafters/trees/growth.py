@@ -26,8 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eyas.arrays import Ints, Reals
 from eyas.config import TreeChoices, TreeConfig
-from eyas.device.transfer import Ints, Reals, upload
+from eyas.device.transfer import upload
 from eyas.drafters.base import DraftContext, limits_of
 from eyas.drafters.trees.rows import GrowthShape
 from eyas.drafters.trees.scoring import ChainLogits, LevelScorer, Scorer

@@ -25,9 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Bools, Ints
 from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
-from eyas.device.transfer import Bools, Ints, upload
+from eyas.device.transfer import upload
 from eyas.kernels.arguments import Projected, Ranked
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.attention_metadata import TILE_WORDS, Tiling, Words, mask_words

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Ints
 from eyas.config import DraftingConfig
-from eyas.device.transfer import Ints, upload
+from eyas.device.transfer import upload
 from eyas.drafters.base import DraftContext, Path, PathMasks
 from eyas.grammar.compiler import TokenBits
 from eyas.kernels.arguments import ProbsFunction, Ranked

@@ -12,11 +12,9 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
+from eyas.arrays import Reals
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 
 
 class CostModel:
@@ -42,10 +40,10 @@ class CostModel:
         pairs = itertools.pairwise(zip(self.sizes, self._seconds, strict=True))
         self._slopes = [(after - before) / (end - start) for (start, before), (end, after) in pairs]
 
-    def at(self, size: npt.ArrayLike) -> Floats:
+    def at(self, size: npt.ArrayLike) -> Reals:
         """Return the expected seconds of each size."""
         sizes = np.asarray(size, dtype=np.float64)
-        beyond: Floats = self._slopes[-1] * np.maximum(sizes - self.sizes[-1], 0.0)
+        beyond: Reals = self._slopes[-1] * np.maximum(sizes - self.sizes[-1], 0.0)
         return self.factor * (np.interp(sizes, self.sizes, self._seconds) + beyond)
 
     def seconds(self, size: float) -> float:
@@ -79,7 +77,7 @@ class DraftCosts:
         self._means: dict[int, float] = {}  # by depth, of measured over expected seconds
         self._num_first = 0 if first else self.NUM_FIRST
 
-    def at(self, num_trees: int, nodes: npt.ArrayLike, depths: npt.ArrayLike) -> Floats:
+    def at(self, num_trees: int, nodes: npt.ArrayLike, depths: npt.ArrayLike) -> Reals:
         """Return the expected seconds of sizes that have levels."""
         known = sorted(self._means)
         if not known:
@@ -98,7 +96,7 @@ class DraftCosts:
             rate = 1.0 if is_new and not self._first else self.RATE
             self._means[size.max_depth] = mean + rate * (min(ratio, CostModel.MAX_SURPRISE * mean) - mean)
 
-    def _expected(self, num_trees: int, nodes: npt.ArrayLike, depths: npt.ArrayLike) -> Floats:
+    def _expected(self, num_trees: int, nodes: npt.ArrayLike, depths: npt.ArrayLike) -> Reals:
         further = np.asarray(depths, dtype=np.float64) - 1
         if self._first is None or self._level is None:
             return 1 + self.LEVEL_SHARE * further
@@ -166,7 +164,7 @@ class SurvivalModel:
     def __init__(self) -> None:
         edges = np.array(self.EDGES)
         uppers = np.append(edges[1:], 0.0)
-        claimed: Floats = np.exp((np.maximum(edges, uppers - 1) + uppers) / 2)
+        claimed: Reals = np.exp((np.maximum(edges, uppers - 1) + uppers) / 2)
         self._claims = np.concatenate([claimed, np.full(len(edges), self.SAMPLED_PRIOR)])
         self._verified, self._accepted = np.zeros(len(self._claims)), np.zeros(len(self._claims))
 
@@ -180,14 +178,14 @@ class SurvivalModel:
                     self._verified[number] += 1
                     self._accepted[number] += node in path
 
-    def survival(self, trees: Seq[DraftTree]) -> list[Floats]:
+    def survival(self, trees: Seq[DraftTree]) -> list[Reals]:
         """Return the probability that each node of each tree is accepted, 1 for the root."""
         true = (self.FIRST_TRUE + self._accepted.sum()) / (self.FIRST_CLAIMS + self._verified @ self._claims)
         prior = self.PRIOR_NODES * min(float(true), 1.0) * self._claims
-        means: Floats = (self._accepted + prior) / (self._verified + self.PRIOR_NODES)
+        means: Reals = (self._accepted + prior) / (self._verified + self.PRIOR_NODES)
         ranked = means[: len(self.EDGES)]
         ranked[:] = np.minimum.accumulate(ranked[::-1])[::-1]  # no worse score is likelier
-        chances, found = means.tolist(), list[Floats]()
+        chances, found = means.tolist(), list[Reals]()
         for tree in trees:
             survival = [1.0]
             for number, parent in zip(self._numbers(tree)[1:], tree.parents[1:], strict=True):
@@ -222,7 +220,7 @@ class RecentTrees:
         sizes = sorted((nodes for _, nodes in self._trees), reverse=True)
         self.known_size = sizes[min(len(sizes), self.MIN_TREES) - 1]
 
-    def yields(self, survival: SurvivalModel, most: int, sizes: Seq[TreeBudget], cuts: bool) -> tuple[Floats, Floats] | None:
+    def yields(self, survival: SurvivalModel, most: int, sizes: Seq[TreeBudget], cuts: bool) -> tuple[Reals, Reals] | None:
         """Return how many drafted nodes of a tree are verified, and how many of these are accepted, [sizes, cuts].
 
         Of trees of a size, those nodes are verified that are likelier than one of NUM_CUTS bounds; all without `cuts`.

@@ -15,8 +15,8 @@ from statistics import median
 import numpy as np
 import torch
 
+from eyas.arrays import Ints
 from eyas.config import EngineConfig, TreeConfig
-from eyas.device.transfer import Ints
 from eyas.drafters.base import DraftContext, Drafter, LocalDrafter
 from eyas.emulation.device import Clock
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from numba import boolean, carray, float32, float64, int64, types
 from numba.extending import intrinsic
 
-from eyas.device.transfer import Floats, Ints
+from eyas.arrays import Floats, Ints
 from eyas.kernels.arguments import BLOCK_OUTPUTS, KeptStates, RowKeys
 from eyas.kernels.cpu.compiling import compile_all, kernel
 from eyas.kernels.cpu.products import (

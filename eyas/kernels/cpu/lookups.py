@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import float64, int64, types, uint8
 
-from eyas.device.transfer import Ints, Reals
+from eyas.arrays import Ints, Reals
 from eyas.kernels.cpu.compiling import compile_all, kernel
 from eyas.kernels.cpu.trees import take_best
 

@@ -35,7 +35,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eyas.device.transfer import Ints
+from eyas.arrays import Ints
 from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, FLOATS, GROUP_INPUTS, HALVES, SCALE_INPUTS
 from eyas.kernels.cpu.compiling import kernel
 

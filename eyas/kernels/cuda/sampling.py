@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eyas.device.transfer import Ints, on_device_of, upload
+from eyas.arrays import Ints
+from eyas.device.transfer import on_device_of, upload
 from eyas.kernels.arguments import (
     MASS_BITS,
     MAX_KERNEL_K,

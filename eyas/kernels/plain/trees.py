@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from eyas.protocol.tree import Bools, Floats, Ints
+from eyas.arrays import Bools, Ints, Reals
 
 
 class NodeLayout(NamedTuple):
@@ -75,7 +75,7 @@ def ranges(firsts: Ints, counts: Ints) -> Ints:
     return np.repeat(firsts - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))
 
 
-def rank_nodes(tokens: Ints, parents: Ints, candidates: Ints, scores: Floats, cumulative: Floats, expanded: Ints) -> None:
+def rank_nodes(tokens: Ints, parents: Ints, candidates: Ints, scores: Reals, cumulative: Reals, expanded: Ints) -> None:
     """Find the places of a tree's nodes among the candidates of their parents, see `GrownTree`."""
     above = candidates[parents] == tokens[:, None]
     above[0] = False
@@ -91,8 +91,8 @@ def rank_nodes(tokens: Ints, parents: Ints, candidates: Ints, scores: Floats, cu
 
 
 def best_rows(
-    expanded: Ints, scores: Floats, cumulative: Floats, depths: Ints, is_exact: Bools, max_depth: int, least: float,
-    repair: float, places: Ints, worths: Floats,
+    expanded: Ints, scores: Reals, cumulative: Reals, depths: Ints, is_exact: Bools, max_depth: int, least: float,
+    repair: float, places: Ints, worths: Reals,
 ) -> int:  # fmt: skip
     """Write the most useful candidates of a tree, see `GrownTree.useful`, the best first. Returns how many there are."""
     number, sums = expanded.reshape(scores.shape), cumulative[:, None] + scores
@@ -104,7 +104,7 @@ def best_rows(
     return len(chosen)
 
 
-def best_places(scores: Floats, count: int) -> Ints:
+def best_places(scores: Reals, count: int) -> Ints:
     """Return places of the `count` best finite scores, the best first; of equal ones the first."""
     places = np.flatnonzero(scores > -np.inf)
     # np.partition leaves the count-th best at -count: only scores as high as that are sorted.
@@ -122,8 +122,8 @@ def mark_above(nodes: Ints, parents: Ints, seen: Bools) -> None:
 
 
 def merge(
-    counts: Ints, sizes: Ints, tokens: Ints, parents: Ints, values: Floats, limits: Ints, depths: Ints, min_share: float,
-    cells: Ints, out: Floats,
+    counts: Ints, sizes: Ints, tokens: Ints, parents: Ints, values: Reals, limits: Ints, depths: Ints, min_share: float,
+    cells: Ints, out: Reals,
 ) -> None:  # fmt: skip
     """Write the best nodes of each session's trees, see `eyas.drafters.combined`."""
     owners, trees = np.repeat(np.arange(len(counts)), counts), np.repeat(np.arange(len(sizes)), sizes)

@@ -37,9 +37,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from eyas.arrays import Bools, Ints
 from eyas.cache.kv_cache import SlotMemory, TableWrites
 from eyas.device.host import has_numba
-from eyas.device.transfer import Bools, Ints, upload
+from eyas.device.transfer import upload
 from eyas.kernels.arguments import LONG_PART
 from eyas.kernels.choice import tree_kernels
 from eyas.models.inputs import (

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eyas.arrays import Floats, Ints
 from eyas.cache.kv_cache import KVCache
 from eyas.device.host import num_cores
 from eyas.device.placement import runs_compiled
-from eyas.device.transfer import Floats, Ints
 from eyas.errors import install_command
 from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, KeptStates, RowKeys
 from eyas.models.backends.packed_weights import MIN_SHARED_ROWS, NO_ROWS, NO_WEIGHT, PackedLinear

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.arrays import Floats, Ints
 from eyas.cache.kv_cache import KVCache
-from eyas.device.transfer import Floats, Ints
 from eyas.kernels.arguments import RowKeys
 from eyas.models.backends.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack
 from eyas.models.backends.packed_weights import PackedLinear, PackedProduct

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from eyas.arrays import Ints
 from eyas.cache.kv_cache import KVCache
-from eyas.device.transfer import Ints
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import Projected
 from eyas.kernels.by_device import rank

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from eyas.device.transfer import Floats
+from eyas.arrays import Floats
 
 
 class RMSNorm:

@@ -14,10 +14,10 @@ from typing import get_args
 
 import numpy as np
 
+from eyas.arrays import Ints
 from eyas.cache.slot_tables import TableId, TableRows
 from eyas.cache.states import NO_STATES, StateSizes, StateStep
 from eyas.config.engine import KVCacheDtype
-from eyas.device.transfer import Ints
 from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.backends.base import BackendKind, BackendPlan
 from eyas.models.backends.cuda_graphs import CaptureLimits

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from eyas.arrays import Bools
 from eyas.config.target_limits import can_split_heads, quantisation
-from eyas.device.transfer import Bools, upload
+from eyas.device.transfer import upload
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import NO_SLOTS, Draws, has_filters
 from eyas.kernels.by_device import sampling_kernels

@@ -12,9 +12,9 @@ import torch
 
 from benchmarks.scripts.virtual_rates import Cell
 from benchmarks.scripts.virtual_split import Settings, VirtualSplit
+from eyas.arrays import Ints, Reals
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
-from eyas.device.transfer import Ints, Reals
 from eyas.drafters.ahead import eagle as eagle_ahead
 from eyas.drafters.ahead import grown_tree
 from eyas.drafters.ahead.drafter import DraftAheadDrafter

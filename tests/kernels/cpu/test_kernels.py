@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from eyas.device.transfer import Floats
+from eyas.arrays import Floats
 from eyas.kernels.arguments import RowKeys
 
 pytest.importorskip("numba")

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from eyas.arrays import Ints
 from eyas.cache.state_pools import LayerStates
 from eyas.cache.states import NO_ROWS, START, StateStep
 from eyas.kernels.arguments import BLOCK_ROWS, RecurrentInputs
 from eyas.kernels.plain import recurrent as plain
 from eyas.models.inputs import Segment
 from eyas.models.recurrent_rows import RecurrentRows
-from eyas.protocol.tree import Ints
 
 pytest.importorskip("triton", reason="triton is not installed")
 

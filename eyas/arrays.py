@@ -1,0 +1,10 @@
+"""Names of the types of NumPy arrays."""
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Floats = npt.NDArray[np.float32]
+Reals = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
