@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
-from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.sessions import KVSession, num_features
 from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.rows import GroupLevels, GrowthShape, PaddedPrefix, Roots, SlotLevels, TreeSlots
+from eyas.drafters.trees.rows import GrowthShape, PaddedPrefix, Roots, SlotRows, levels_of
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.mtp import MtpHead
@@ -55,12 +54,6 @@ class MtpDrafter(EagleDrafter):
     def _num_passes(self) -> int:
         last = self._modules.num_modules - 1
         return last + 1 + sum(last + 1 - min(level, last) for level in range(1, self.tree.num_steps))
-
-    def _scratch(self, contexts: Sequence[DraftContext], slots: TreeSlots | None) -> Sequence[Slots]:
-        if slots is not None:
-            return super()._scratch(contexts, slots)
-        assert self._tree_slots is not None, "rows lie in slots"
-        return list(self._tree_slots[: len(contexts)])
 
     def _has_state(self, context: DraftContext) -> bool:
         """Return whether every module has a row."""
@@ -129,12 +122,10 @@ class MtpExpansion:
         self._kv = kv
         self._states = roots.states[:, None]
         cached = roots.cached
-        self._rows: list[SlotLevels | GroupLevels]
+        prefixes: list[PaddedPrefix | SlotRows] = [cached]
         if isinstance(cached, PaddedPrefix):
             prefixes = [replace(cached, lengths=cached.lengths - module) for module in range(head.num_modules)]
-            self._rows = [GroupLevels(prefix, head.max_model_len) for prefix in prefixes]
-        else:
-            self._rows = [SlotLevels(cached)]
+        self._rows = [levels_of(prefix, head.max_model_len) for prefix in prefixes]
 
     def first(self) -> Tensor:
         return self._logits(0)

@@ -80,8 +80,6 @@ class EagleHead(nn.Module):
         embedding, lm_head: the head's own or the target's.
     """
 
-    # Rows of trees without the attention kernel have buffers of their own, see `eyas.drafters.trees.rows`.
-    rows_in_slots = False
     num_modules = 1
 
     def __init__(
