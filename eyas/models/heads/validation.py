@@ -149,29 +149,15 @@ def validate_head(
     """
     head, target_checkpoint = open_checkpoint(head), open_checkpoint(target_checkpoint)
     loaded = load_head(head, target_checkpoint, dtype, device, kind)
-    stated = loaded.config.wiring
+    stated, outputs = loaded.config.wiring, list[Output]()
     if kind != "eagle":
         fuser: FeatureFuser = load_fuser(head, target_checkpoint, dtype, device, kind=kind)
         wirings = _plausible_wirings(stated, int(target.config.num_hidden_layers))
+        if loaded.norm is not None:
+            outputs = ["state", "normed", "bare"] if kind == "eagle3" else ["state", "bare"]
     else:
         fuser, wirings = FeatureFuser(loaded.config.hidden), [stated]
-    fuser = fuser.to(target.dtype)
-    layers = sorted({layer for wiring in wirings for layer in wiring.aux_hidden_state_layers})
-    windows = observe(target, target_checkpoint, layers)
-
-    def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
-        return _score(loaded, fuser, wiring, windows)
-
-    scores = [score(wirings[0], windows)]
-    scores += compared(scores[0], wirings[1:], windows, score)
-    # The output of the head depends on its wiring, so the best layers are found first, then the best output.
-    if kind != "eagle" and loaded.norm is not None:
-        best = _top(scores)
-        outputs: tuple[Output, ...] = ("state", "normed", "bare") if kind == "eagle3" else ("state", "bare")
-        others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
-        scores += compared(best, others, windows, score)
-    tops = torch.cat([window.tops[1:] for window in windows])
-    return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
+    return _try_wirings(target, target_checkpoint, loaded, fuser.to(target.dtype), wirings, outputs)
 
 
 @torch.inference_mode()
@@ -186,17 +172,29 @@ def validate_mtp_head(
     num_layers = int(target.config.num_hidden_layers)
     features = [stated.aux_hidden_state_layers, (FINAL_NORM_OUTPUT,), (num_layers,)]
     wirings = [replace(stated, aux_hidden_state_layers=layers) for layers in dict.fromkeys(features)]
-    windows = observe(target, target_checkpoint, [FINAL_NORM_OUTPUT, num_layers])
-    fuser = FeatureFuser(loaded.config.hidden)
+    return _try_wirings(target, target_checkpoint, loaded, FeatureFuser(loaded.config.hidden), wirings, ["state", "normed"])
+
+
+def _try_wirings(
+    target: TargetModel,
+    target_checkpoint: CheckpointSource,
+    head: EagleHead | MtpHead,
+    fuser: FeatureFuser,
+    wirings: Sequence[HeadWiring],
+    outputs: Sequence[Output],
+) -> WiringReport:
+    """Score wirings, the stated one first, and then the best of them with other outputs."""
+    windows = observe(target, target_checkpoint, sorted({layer for w in wirings for layer in w.aux_hidden_state_layers}))
 
     def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
-        return _score(loaded, fuser, wiring, windows)
+        return _score(head, fuser, wiring, windows)
 
     scores = [score(wirings[0], windows)]
     scores += compared(scores[0], wirings[1:], windows, score)
+    # The output of the head depends on its wiring, so the best layers are found first, then the best output.
     best = _top(scores)
-    other: Output = "state" if best.wiring.output == "normed" else "normed"
-    scores += compared(best, [replace(best.wiring, output=other)], windows, score)
+    others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
+    scores += compared(best, others, windows, score)
     tops = torch.cat([window.tops[1:] for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
 
