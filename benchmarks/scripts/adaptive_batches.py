@@ -271,13 +271,14 @@ class Bench:
             emulated_device=s.verifier,
         )
         if policy:
-            drafter = self._drafter()
-            drafter.emulate(EmulatedDevice(DeviceCosts.read(s.drafter), clock))
+            drafter = self._drafter(s.drafter)
+            drafter.device = EmulatedDevice(DeviceCosts.read(s.drafter), clock)
         own = self._target.with_features(self._fuser.aux_hidden_state_layers)
         return assemble_engine(own, self._fuser, config, self._tree, drafter, clock=clock), clock
 
-    def _drafter(self) -> NeuralDrafter[Any]:
-        drafter = self._head.build_drafter(self._settings.model, "float32", "cpu", self._tree, DraftingConfig())
+    def _drafter(self, emulated: str = "") -> NeuralDrafter[Any]:
+        drafting = DraftingConfig(emulated_device=emulated)
+        drafter = self._head.build_drafter(self._settings.model, "float32", "cpu", self._tree, drafting)
         assert isinstance(drafter, NeuralDrafter)
         return drafter
 

@@ -28,7 +28,6 @@ from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, ddtree_shape
 from eyas.drafters.trees.rows import GrowthShape, Roots, levels_of
 from eyas.drafters.trees.scoring import noise_words, unfiltered_words
-from eyas.emulation.device import EmulatedDevice
 from eyas.kernels.arguments import NO_SLOTS, Projected
 from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.backends.packed_weights import PackedLinear, has_kernel
@@ -77,15 +76,8 @@ class BlockDrafter(NeuralDrafter[None]):
         self._tree_slots = np.arange(first, self._kv.scratch).reshape(-1, c.block_size)
         slots = slots and replace(slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, 0, dtype, self._cache_context, c.hidden)
-        self._use(None if slots or config.emulated_device else head.compiled)
-
-    def _use(self, compiled: CompiledBackbone | None) -> None:
-        """Run the head by kernels of the CPU from now on, or as it is."""
-        self._compiled, self._growth = compiled, self._compiled_growth() if compiled else None
-
-    def emulate(self, device: EmulatedDevice) -> None:
-        super().emulate(device)
-        self._use(None)
+        self._compiled = None if slots or config.emulated_device else head.compiled
+        self._growth = self._compiled_growth() if self._compiled else None
 
     def _compiled_growth(self) -> CompiledGrowth | None:
         """Return what grows trees on the CPU in one kernel: for heads whose levels are known at once, but

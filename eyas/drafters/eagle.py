@@ -27,10 +27,9 @@ from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import FoundRows, GrownRows, GrowthShape, Roots, levels_of
 from eyas.drafters.trees.scoring import make_scorer, unfiltered_words
 from eyas.emulation.costs import PassKind
-from eyas.emulation.device import EmulatedDevice, on_host
+from eyas.emulation.device import on_host
 from eyas.kernels.arguments import Ranked
 from eyas.models.backends.cuda_graphs import Capture, padded_size
-from eyas.models.heads.compiled import CompiledEagle
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.mtp import MtpHead
 from eyas.models.heads.slots import attend_slots, layer_slots
@@ -84,18 +83,10 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         self._tree_slots = np.arange(first, self.first_grown_slot).reshape(padded_size(batch, 1), -1)
         slots = slots and replace(slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
-        self._use(compiled)
-
-    def _use(self, compiled: CompiledEagle | None) -> None:
-        """Run the head's layers by kernels of the CPU from now on, or as they are."""
         self._compiled = compiled
         if compiled:
             compiled.compile_kernels()
         self._run_segments = partial(compiled.run, kv=self._kv) if compiled else self._run_packed
-
-    def emulate(self, device: EmulatedDevice) -> None:
-        super().emulate(device)
-        self._use(None)
 
     def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
         """Return the rows of a tree in each pass."""

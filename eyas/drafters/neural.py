@@ -49,7 +49,7 @@ from eyas.drafters.trees.scoring import (
     make_scorer,
 )
 from eyas.emulation.costs import PassKind
-from eyas.emulation.device import EmulatedDevice, emulated_device
+from eyas.emulation.device import emulated_device
 from eyas.errors import ConfigError
 from eyas.kernels.by_device import MAX_SORTED, rank
 from eyas.kernels.probabilities import filtering
@@ -72,6 +72,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     (`_expand`).
 
     Attributes:
+        device: the emulated one whose times passes take, if `drafting.emulated_device` names one.
         EXTEND_PASS, EXPAND_PASS: the kinds of pass that `_extend` and `_expand` run, for an emulated device.
     """
 
@@ -175,10 +176,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
                 for i, tree in zip(part, make_trees([contexts[i] for i in part], part_states), strict=True):
                     drafts[i] = tree
         return drafts
-
-    def emulate(self, device: EmulatedDevice) -> None:
-        """Have passes take the times of an emulated device from now on."""
-        self.device = device
 
     @property
     def busy_s(self) -> float:
