@@ -235,13 +235,12 @@ def _widen_hydra(checkpoint: Checkpoint, target: TargetSizes) -> WideModel:
         inputs = Axis.joined([hidden] * (index + 2))
         first = f"{config.block(index, 0)}."
         # The two layers of the first block stand one below the other.
-        whole, *others = mlp.blocks
-        halves = zip(("res_connection", "linear"), whole.weight.chunk(2), whole.bias.chunk(2), strict=True)
+        halves = zip(("res_connection", "linear"), *(part.chunk(2) for part in mlp.blocks[0].parameters()), strict=True)
         for part, weight, bias in halves:
             kind = "fc" if part == "res_connection" else ""
             tensors.append(widening.put(f"{first}{part}.weight", weight, hidden, inputs, kind=kind))
             tensors.append(widening.put(f"{first}{part}.bias", bias, Axis.first(1), hidden))
-        for layer, block in enumerate(others, 1):
+        for layer, block in enumerate(mlp.blocks[1:], 1):
             name = f"{config.block(index, layer)}.linear"
             tensors.append(widening.put(f"{name}.weight", block.weight, hidden, hidden))
             tensors.append(widening.put(f"{name}.bias", block.bias, Axis.first(1), hidden))
