@@ -26,7 +26,7 @@ from eyas.drafters.neural import NeuralDrafter, check_tree, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, ddtree_shape
-from eyas.drafters.trees.rows import GrowthShape, Roots, levels_of
+from eyas.drafters.trees.rows import GrowthShape, Roots
 from eyas.drafters.trees.scoring import noise_words, unfiltered_words
 from eyas.kernels.arguments import NO_SLOTS, Projected
 from eyas.models.backends.cuda_graphs import Capture, padded_size
@@ -174,7 +174,7 @@ def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
     """Return one pass of the blocks behind all sessions' prefixes: normed states of the rows that
     propose tokens, [S, G, H].
     """
-    tokens, rows = head.block_tokens(roots.tokens), levels_of(roots.cached, head.max_model_len)
+    tokens, rows = head.block_tokens(roots.tokens), roots.rows
     whole = rows.all_at_once(tokens).packed
     causal = rows.all_at_once(tokens, is_causal=True).packed if head.config.causal_windows else whole
 

@@ -21,7 +21,7 @@ from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache
 from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.rows import GrowthShape, Roots, levels_of
+from eyas.drafters.trees.rows import GrowthShape, Roots
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.backends.base import ForwardBackend
@@ -172,7 +172,7 @@ class ModelExpansion:
 
     def __init__(self, model: TargetModel, kv: KVCache, roots: Roots) -> None:
         self._model, self._kv, self._logits = model, kv, roots.states
-        self._rows = levels_of(roots.cached, model.max_model_len)
+        self._rows = roots.rows
         self._tokens: tuple[Tensor, ...] = ()
         self._parents: tuple[Tensor, ...] = ()
 

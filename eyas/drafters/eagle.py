@@ -24,7 +24,7 @@ from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, new_rows,
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
-from eyas.drafters.trees.rows import FoundRows, GrownRows, GrowthShape, Roots, levels_of
+from eyas.drafters.trees.rows import FoundRows, GrownRows, GrowthShape, Roots
 from eyas.drafters.trees.scoring import make_scorer, unfiltered_words
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import on_host
@@ -255,7 +255,7 @@ class EagleExpansion:
 
     def __init__(self, head: EagleHead, kv: KVCache, roots: Roots) -> None:
         self._head, self._kv, self._states = head, kv, roots.states[:, None]
-        self._rows = levels_of(roots.cached, head.max_model_len)
+        self._rows = roots.rows
 
     def first(self) -> Tensor:
         return self._head.raw_logits(self._states)

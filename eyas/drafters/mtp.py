@@ -10,7 +10,6 @@ Legend: S sessions, W rows of a level, R rows, H hidden, M modules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from eyas.drafters.base import DraftContext
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.sessions import KVSession, num_features
 from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.rows import GrowthShape, PaddedPrefix, Roots, SlotRows, levels_of
+from eyas.drafters.trees.rows import GroupLevels, GrowthShape, Levels, Roots
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.mtp import MtpHead
@@ -121,11 +120,9 @@ class MtpExpansion:
         self._head = head
         self._kv = kv
         self._states = roots.states[:, None]
-        cached = roots.cached
-        prefixes: list[PaddedPrefix | SlotRows] = [cached]
-        if isinstance(cached, PaddedPrefix):
-            prefixes = [replace(cached, lengths=cached.lengths - module) for module in range(head.num_modules)]
-        self._rows = [levels_of(prefix, head.max_model_len) for prefix in prefixes]
+        self._rows: list[Levels] = [roots.rows]
+        if isinstance(roots.rows, GroupLevels):
+            self._rows = [roots.rows.without_last(module) for module in range(head.num_modules)]
 
     def first(self) -> Tensor:
         return self._logits(0)

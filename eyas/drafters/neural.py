@@ -35,7 +35,7 @@ from eyas.drafters.trees.growth import (
     select_nodes,
     trees_from_columns,
 )
-from eyas.drafters.trees.rows import GrowthShape, PaddedPrefix, Roots, RowLayout, SlotRows, TreeSlots
+from eyas.drafters.trees.rows import GroupLevels, GrowthShape, Roots, RowLayout, SlotLevels, SlotRows, TreeSlots
 from eyas.drafters.trees.scoring import (
     LevelScorer,
     MaskedExpansion,
@@ -220,8 +220,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _expand_on_device(self, roots: Roots, shape: GrowthShape) -> Expansion:
         if self.device is None:
             return self._expand(roots, shape)
-        assert isinstance(roots.cached, PaddedPrefix), "an emulated device captures nothing"
-        num_cached = int(roots.cached.lengths.sum())
+        assert isinstance(roots.rows, GroupLevels), "an emulated device captures nothing"
+        num_cached = int(roots.rows.lengths.sum())
         if self.EXPAND_PASS is None:
             expansion = self._expand(roots, shape)
         else:
@@ -333,10 +333,10 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         device, prefixes, scratch = states.device, self._prefix_slots(contexts), self._scratch(contexts)
         tokens = upload([context.tokens[-1] for context in contexts], device)
         if self._slots is None:
-            return Roots(states, tokens, PaddedPrefix.of(prefixes, scratch, device))
+            return Roots(states, tokens, GroupLevels(prefixes, scratch, self.sessions.context_length, device))
         layout, count = self._slots.chains if is_chain else self._slots.trees, len(contexts)
         words = layout.build_words(prefixes, [own[: layout.num_rows] for own in scratch], count)
-        return Roots(states, tokens, SlotRows(layout, upload(words, device), count))
+        return Roots(states, tokens, SlotLevels(SlotRows(layout, upload(words, device), count)))
 
     def _scratch(self, contexts: Sequence[DraftContext]) -> Sequence[Slots]:
         """Return slots for the rows of each session's tree."""

@@ -16,7 +16,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import Bools
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree, ddtree_shape
-from eyas.drafters.trees.rows import GrowthShape, Roots, SlotRows, levels_of
+from eyas.drafters.trees.rows import GrowthShape, Roots, SlotLevels
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 
@@ -45,7 +45,7 @@ class PEagleDrafter(EagleDrafter):
         return min(self.tree.num_steps, 2)
 
     def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
-        levels = self.tree.num_steps if isinstance(roots.cached, SlotRows) else shape.num_steps
+        levels = self.tree.num_steps if isinstance(roots.rows, SlotLevels) else shape.num_steps
         return IndependentExpansion(parallel_logits(self._parallel_head, self._kv, roots, levels))
 
 
@@ -60,6 +60,6 @@ def parallel_logits(head: EagleHead, kv: KVCache, roots: Roots, num_steps: int) 
     if not count:
         return head.raw_logits(states)
     tokens = torch.full((len(states), count), head.config.mask_token_id, device=states.device)
-    rows = levels_of(roots.cached, head.max_model_len).all_at_once(tokens, is_causal=True)
+    rows = roots.rows.all_at_once(tokens, is_causal=True)
     found = head.run_slots(head.mask_feature.expand(tokens.numel(), -1), rows.packed, kv)
     return head.raw_logits(torch.cat([states, found.view(*tokens.shape, -1)], 1))

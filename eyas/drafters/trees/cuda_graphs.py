@@ -35,7 +35,7 @@ from eyas.drafters.trees.growth import (
     select_columns,
     trees_from_columns,
 )
-from eyas.drafters.trees.rows import GrowthShape, Roots, RowLayout, SlotRows, TreeSlots
+from eyas.drafters.trees.rows import GrowthShape, Roots, RowLayout, SlotLevels, SlotRows, TreeSlots
 from eyas.drafters.trees.scoring import (
     NUM_NOISE_WORDS,
     ScorerKind,
@@ -193,7 +193,8 @@ class RoundGraphs:
 
         def roots() -> Roots:
             # The last column is the root's token.
-            return Roots(self._states[:sessions], columns[-1], SlotRows(self._layout, rest.view(torch.int32), sessions))
+            rows = SlotLevels(SlotRows(self._layout, rest.view(torch.int32), sessions))
+            return Roots(self._states[:sessions], columns[-1], rows)
 
         return self._make_stages(columns, roots)
 

@@ -33,32 +33,6 @@ from eyas.models.backends.attention_metadata import TILE_WORDS, Tiling, Words, m
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs, PaddedGroup
 
 
-@dataclass(frozen=True)
-class PaddedPrefix:
-    """Prefixes padded to the longest, as the plain attention reads them.
-
-    Attributes:
-        slots: int64 [S, L]; padding repeats a session's own first slot, because NaN in another session's slot would spread
-            through masked attention.
-        lengths: without padding, int64 [S].
-        scratch: slots for the rows of each tree [S, R].
-    """
-
-    slots: Tensor
-    lengths: Tensor
-    scratch: Tensor
-
-    @classmethod
-    def of(cls, slots: Sequence[Slots], scratch: Sequence[Slots], device: torch.device) -> PaddedPrefix:
-        """Return the prefixes of sessions, copied to the device."""
-        lengths = np.array([len(own) for own in slots])
-        cells = np.empty((len(slots), int(lengths.max())), dtype=np.int64)
-        for row, own in zip(cells, slots, strict=True):
-            row[: len(own)] = own
-            row[len(own) :] = own[:1]
-        return cls(upload(cells, device), upload(lengths, device), upload(np.stack(scratch), device))
-
-
 class GrowthShape(NamedTuple):
     """Shape in which trees grow together: levels below the root, and most nodes that are expanded at each."""
 
@@ -73,12 +47,12 @@ class Roots:
     Attributes:
         states: of the drafter, behind the last commit [S, H].
         tokens: the target's ids, int64 [S].
-        cached: what lies before.
+        rows: of trees, before the first is added to the sessions' prefixes.
     """
 
     states: Tensor
     tokens: Tensor
-    cached: PaddedPrefix | SlotRows
+    rows: Levels
 
 
 @dataclass(frozen=True)
@@ -286,29 +260,53 @@ class SlotLevels:
 
 
 class GroupLevels:
-    """The rows of trees so far, for the plain attention. packed: the newest ones."""
+    """The rows of trees so far, for the plain attention, behind prefixes that are padded to the longest.
+
+    lengths: of the prefixes without padding, int64 [S]. packed: the newest rows.
+
+    Args:
+        prefixes: slots of each session.
+        scratch: slots for the rows of each tree, as many for all.
+        max_model_len: see RowLayout.
+    """
 
     packed: PackedInputs
 
-    def __init__(self, cached: PaddedPrefix, max_model_len: int) -> None:
-        self._max_model_len, self._end = max_model_len, cached.slots.shape[1]
-        self._keys = torch.cat([cached.slots, cached.scratch], 1)
-        places = torch.arange(self._end, device=cached.slots.device)
-        self._seen = (places < cached.lengths[:, None])[:, None]
-        self._root = cached.lengths[:, None] - 1
-        self._key_positions = places.expand(len(cached.slots), -1)
+    def __init__(
+        self, prefixes: Sequence[Slots], scratch: Sequence[Slots], max_model_len: int, device: torch.device
+    ) -> None:
+        lengths = np.array([len(own) for own in prefixes])
+        self._max_model_len, self._end = max_model_len, int(lengths.max())
+        keys = np.empty((len(prefixes), self._end + len(scratch[0])), dtype=np.int64)
+        for row, own, extra in zip(keys, prefixes, scratch, strict=True):
+            row[: len(own)] = own
+            # a session's own first slot: NaN in another session's would spread through masked attention
+            row[len(own) : self._end] = own[:1]
+            row[self._end :] = extra
+        self._keys, self.lengths = upload(keys, device), upload(lengths, device)
+        self._key_positions = torch.arange(self._end, device=device).expand(len(prefixes), -1)
+        self._seen = (self._key_positions < self.lengths[:, None])[:, None]
+
+    def without_last(self, count: int) -> GroupLevels:
+        """Leave out the last `count` slots of each prefix, before the first rows are added."""
+        found = copy(self)
+        found.lengths = self.lengths - count
+        found._seen = (self._key_positions < found.lengths[:, None])[:, None]
+        return found
 
     def level(self, level: int, parents: Tensor, tokens: Tensor) -> GroupLevels:
         """Add the rows of the next level, from 1; parents and tokens [S, W]."""
         own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
-        return self._with(tokens, take_rows(self._seen, parents), own, (self._root + level).expand_as(tokens))
+        positions = (self.lengths[:, None] + (level - 1)).expand_as(tokens)
+        return self._with(tokens, take_rows(self._seen, parents), own, positions)
 
     def all_at_once(self, tokens: Tensor, is_causal: bool = False) -> GroupLevels:
         """Add the rows of the only pass, tokens [S, W]. They see each other; if `is_causal`, none behind them."""
         count, device = tokens.shape[1], tokens.device
         own = torch.ones(count, count, dtype=torch.bool, device=device)
-        ahead = torch.arange(1, count + 1, device=device)
-        return self._with(tokens, self._seen.expand(-1, count, -1), own.tril() if is_causal else own, self._root + ahead)
+        own = own.tril() if is_causal else own
+        positions = self.lengths[:, None] + torch.arange(count, device=device)
+        return self._with(tokens, self._seen.expand(-1, count, -1), own, positions)
 
     def _with(self, tokens: Tensor, seen: Tensor, own: Tensor, positions: Tensor) -> GroupLevels:
         """Add rows at positions [S, W].
@@ -347,11 +345,6 @@ class LevelGroup(PaddedGroup):
 
 # The rows of trees so far. A row of a level sees the prefix, its ancestors and itself.
 Levels = SlotLevels | GroupLevels
-
-
-def levels_of(cached: PaddedPrefix | SlotRows, max_model_len: int) -> Levels:
-    """Return the rows of trees behind prefixes, before the first is added. max_model_len: see RowLayout."""
-    return SlotLevels(cached) if isinstance(cached, SlotRows) else GroupLevels(cached, max_model_len)
 
 
 @dataclass(frozen=True)
