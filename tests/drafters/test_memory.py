@@ -43,9 +43,8 @@ def test_slots_fill_the_memory_that_they_are_given(
     num_slots = drafter.sessions.num_free + 1  # type: ignore[attr-defined]
     taken = sum(pool[:num_slots].nbytes for pool in pools_of(drafter))
     assert 2**19 - taken / num_slots < taken <= 2**19
-    rows_of_tree = {"eagle2": TREE.top_k * (TREE.num_steps - 1), "eagle3": TREE.top_k * (TREE.num_steps - 1), "dspark": 4}
-    for_trees = DraftingConfig().cuda_graph_max_batch * rows_of_tree.get(method, 0)
-    assert {len(pool) - num_slots for pool in pools_of(drafter)} == {for_trees}
+    rows_of_tree = {"dspark": 4, "hydra": 0, "sps": 0}.get(method, TREE.top_k * (TREE.num_steps - 1))
+    assert {len(pool) - num_slots for pool in pools_of(drafter)} == {64 * rows_of_tree}
     assert f"draft KV: {drafter.sessions.num_free} tokens, 0.5 MiB on cpu" in caplog.text  # type: ignore[attr-defined]
 
 
