@@ -21,6 +21,7 @@ from benchmarks.gpu.measuring import Case, Part, Rates, Scale, device_ms, median
 from eyas.bench.report import Table, number
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache
 from eyas.config import EngineConfig, TreeConfig
+from eyas.device.placement import E4M3_CAPABILITY
 from eyas.emulation.costs import DeviceCosts, PassCosts
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
@@ -28,7 +29,7 @@ from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.layers.attention import ATTENTION_NAME, attend, register_attention
 from eyas.models.layers.fused import fuse_layers
 from eyas.models.layers.numerics import use_float32_head
-from eyas.models.target import E4M3_CAPABILITY, TargetModel
+from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
 
 

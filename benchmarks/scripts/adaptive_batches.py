@@ -204,7 +204,7 @@ class Bench:
         self._fuser: FeatureFuser = fuser
         self._target: TargetModel = load_target(settings.model, "float32", "cpu", fuser.aux_hidden_state_layers)
         self._tree = self._head.resolve_tree(TreeConfig())
-        self._is_block = isinstance(self._drafter(), BlockDrafter)
+        self._is_block = isinstance(self._drafter(DraftingConfig()), BlockDrafter)
 
     def rates(self, progress: Progress) -> list[Rate]:
         """Return every policy at every batch and temperature, with every set of prompts."""
@@ -271,13 +271,13 @@ class Bench:
             emulated_device=s.verifier,
         )
         if policy:
-            drafter = self._drafter()
-            drafter.emulate(EmulatedDevice(DeviceCosts.read(s.drafter), clock))
+            drafter = self._drafter(DraftingConfig(emulated_device=s.drafter))
+            drafter.device = EmulatedDevice(DeviceCosts.read(s.drafter), clock)
         own = self._target.with_features(self._fuser.aux_hidden_state_layers)
         return assemble_engine(own, self._fuser, config, self._tree, drafter, clock=clock), clock
 
-    def _drafter(self) -> NeuralDrafter[Any]:
-        drafter = self._head.build_drafter(self._settings.model, "float32", "cpu", self._tree, DraftingConfig())
+    def _drafter(self, drafting: DraftingConfig) -> NeuralDrafter[Any]:
+        drafter = self._head.build_drafter(self._settings.model, "float32", "cpu", self._tree, drafting)
         assert isinstance(drafter, NeuralDrafter)
         return drafter
 

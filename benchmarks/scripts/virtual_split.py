@@ -348,12 +348,12 @@ class VirtualSplit:
         s, own = self.settings, device.clock
         assert isinstance(own, VirtualClock)
         mode: DraftAheadMode = "never" if cell.mode == "serial" else "auto" if cell.mode == "auto" else "always"
-        config = DraftingConfig(draft_ahead=replace(s.ahead, mode=mode))
+        config = DraftingConfig(draft_ahead=replace(s.ahead, mode=mode), emulated_device="1ms")
         tree = self.tree(cell.tree)
         drafter = self._head.build_drafter(s.model, "float32", "cpu", tree, config, has_idle_time=True)
         inner = drafter.drafter if isinstance(drafter, DraftAheadDrafter) else drafter
         assert isinstance(inner, NeuralDrafter)
-        inner.emulate(device)
+        inner.device = device
         return VirtualDraftService(drafter, clock, own, cell.delay)
 
     def _replay(

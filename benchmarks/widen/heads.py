@@ -235,19 +235,19 @@ def _widen_hydra(checkpoint: Checkpoint, target: TargetSizes) -> WideModel:
         inputs = Axis.joined([hidden] * (index + 2))
         first = f"{config.block(index, 0)}."
         # The two layers of the first block stand one below the other.
-        halves = zip(("res_connection", "linear"), mlp.weights[0].chunk(2), mlp.biases[0].chunk(2), strict=True)
+        halves = zip(("res_connection", "linear"), *(part.chunk(2) for part in mlp.blocks[0].parameters()), strict=True)
         for part, weight, bias in halves:
             kind = "fc" if part == "res_connection" else ""
             tensors.append(widening.put(f"{first}{part}.weight", weight, hidden, inputs, kind=kind))
             tensors.append(widening.put(f"{first}{part}.bias", bias, Axis.first(1), hidden))
-        for layer, (weight, bias) in enumerate(zip(mlp.weights[1:], mlp.biases[1:], strict=True), 1):
+        for layer, block in enumerate(mlp.blocks[1:], 1):
             name = f"{config.block(index, layer)}.linear"
-            tensors.append(widening.put(f"{name}.weight", weight, hidden, hidden))
-            tensors.append(widening.put(f"{name}.bias", bias, Axis.first(1), hidden))
+            tensors.append(widening.put(f"{name}.weight", block.weight, hidden, hidden))
+            tensors.append(widening.put(f"{name}.bias", block.bias, Axis.first(1), hidden))
         output = config.output(index)
-        tensors.append(widening.put(f"{output}.weight", mlp.output, draft, hidden, kind="lm_head"))
-        if mlp.bias is not None:
-            tensors.append(widening.put(f"{output}.bias", mlp.bias, Axis.first(1), draft))
+        tensors.append(widening.put(f"{output}.weight", mlp.output.weight, draft, hidden, kind="lm_head"))
+        if mlp.output.bias is not None:
+            tensors.append(widening.put(f"{output}.bias", mlp.output.bias, Axis.first(1), draft))
     tensors += [] if is_whole else [SparseTensor.dense("token_map", target.draft_ids(head.draft_ids, draft))]
     return WideModel(checkpoint.folder.name, _resized(checkpoint.config, target), tensors)
 

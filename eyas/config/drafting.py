@@ -147,7 +147,7 @@ class DraftingConfig:
             probabilities, at temperature 0 as EAGLE-2 does.
         proposal_top_k: number of most likely tokens from which a sampled proposal draws.
         cuda_graphs: capture tree growth as CUDA graphs. No effect on other devices.
-        cuda_graph_max_batch: maximum number of sessions in a captured graph.
+        cuda_graph_max_batch: maximum number of sessions whose trees grow together, in one captured graph.
         max_head_steps: maximum number of tree levels that the head grows; a combined method's other drafter may go
             deeper. 0 takes tree.num_steps.
         quantization: "fp8" rounds the weights of a draft head's linear layers to 8 bits when it is loaded, with a scale for

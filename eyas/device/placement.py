@@ -14,6 +14,8 @@ from eyas.device.host import has_numba, has_triton, num_cores
 from eyas.device.processor import multiplies_and_adds
 from eyas.errors import ConfigError, install_command
 
+# The first GPUs that have floats of 8 bits, in the layout e4m3.
+E4M3_CAPABILITY = (8, 9)
 # Cores up to which one thread of torch is the default: its own threads gain nothing there. More were not measured.
 MOST_CORES = 2
 
@@ -73,6 +75,15 @@ def check_int8(device: str) -> None:
         reason = why_uncompiled()
     if reason:
         raise ConfigError(f"quantization is 'int8', which is for the compiled kernels of a CPU: {reason}")
+
+
+def check_e4m3(setting: str, device: torch.device, remedy: str) -> None:
+    """Raises ConfigError for a GPU without floats of 8 bits. setting: what asks for them, and its value."""
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < E4M3_CAPABILITY:
+        raise ConfigError(
+            f"{setting}, which {torch.cuda.get_device_name(device)} does not have: its compute capability is "
+            f"{capability[0]}.{capability[1]}, and 8.9 is the first. {remedy}"
+        )
 
 
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")

@@ -25,22 +25,16 @@ from eyas.drafters.base import DraftContext, DraftWork, within
 from eyas.drafters.neural import NeuralDrafter, check_tree, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
-from eyas.drafters.trees.growth import (
-    Expansion,
-    IndependentExpansion,
-    ddtree_shape,
-)
-from eyas.drafters.trees.rows import GrowthShape, PaddedPrefix, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.growth import Expansion, IndependentExpansion, ddtree_shape
+from eyas.drafters.trees.rows import GrowthShape, Roots
 from eyas.drafters.trees.scoring import noise_words, unfiltered_words
-from eyas.emulation.device import EmulatedDevice
 from eyas.kernels.arguments import NO_SLOTS, Projected
-from eyas.models.backends.cuda_graphs import Capture
+from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.backends.packed_weights import PackedLinear, has_kernel
 from eyas.models.heads.block import BlockHead
 from eyas.models.heads.compiled import CompiledBackbone
 from eyas.models.heads.slots import cache_and_attend
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.models.layers.attention import masked_attention
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 
@@ -74,22 +68,16 @@ class BlockDrafter(NeuralDrafter[None]):
         self._head, dtype = head, head.embed_tokens.weight.dtype
         whole, batch = np.ones((c.block_size, c.block_size), dtype=np.bool_), config.cuda_graph_max_batch
         slots = plan_tree_slots(c, dtype, device, head.max_model_len, [c.block_size], batch, capture, whole)
-        num_tree_slots = slots.num_slots if slots else 0
+        num_tree_slots = padded_size(batch, 1) * c.block_size
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots)
         first = self._kv.scratch - num_tree_slots
         ledger: KVLedger[None] = KVLedger(first, head.max_model_len)
         super().__init__(config, tree, None, head.draft_ids, ledger)
-        slots = slots and replace(slots, first=first, spare=self._kv.scratch)
+        self._tree_slots = np.arange(first, self._kv.scratch).reshape(-1, c.block_size)
+        slots = slots and replace(slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, 0, dtype, self._cache_context, c.hidden)
-        self._use(None if slots or config.emulated_device else head.compiled)
-
-    def _use(self, compiled: CompiledBackbone | None) -> None:
-        """Run the head by kernels of the CPU from now on, or as it is."""
-        self._compiled, self._growth = compiled, self._compiled_growth() if compiled else None
-
-    def emulate(self, device: EmulatedDevice) -> None:
-        super().emulate(device)
-        self._use(None)
+        self._compiled = None if slots or config.emulated_device else head.compiled
+        self._growth = self._compiled_growth() if self._compiled else None
 
     def _compiled_growth(self) -> CompiledGrowth | None:
         """Return what grows trees on the CPU in one kernel: for heads whose levels are known at once, but
@@ -186,85 +174,17 @@ def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:
     """Return one pass of the blocks behind all sessions' prefixes: normed states of the rows that
     propose tokens, [S, G, H].
     """
-    cached = roots.cached
-    ahead = torch.arange(head.config.block_size, device=roots.tokens.device)
-    rows: SlotBlocks | CopiedBlocks
-    if isinstance(cached, SlotRows):
-        blocks = SlotLevels(cached)
-        whole = blocks.all_at_once().packed
-        causal = blocks.all_at_once(cached.layout.own_causal).packed if head.config.causal_windows else whole
-        rows = SlotBlocks(head, kv, whole, causal)
-    else:
-        rows = CopiedBlocks(head, kv, cached, cached.lengths[:, None] + ahead)
-    states = head.run(head.block_tokens(roots.tokens).flatten(), rows.positions, rows.attend)
-    return head.drafted_rows(states.view(len(roots.tokens), head.config.block_size, -1))
+    tokens, rows = head.block_tokens(roots.tokens), roots.rows
+    whole = rows.all_at_once(tokens).packed
+    causal = rows.all_at_once(tokens, is_causal=True).packed if head.config.causal_windows else whole
 
+    def attend(layer: int, own: Projected) -> Tensor:
+        window = head.config.windows[layer]
+        packed = whole if window is None else causal
+        return cache_and_attend(kv, layer, own, packed.slots, own.query, packed, window)
 
-class SlotBlocks:
-    """The rows of blocks for the attention kernel. Rows have slots of the KV cache, and no prefix is copied.
-
-    Args:
-        whole: the pass.
-        causal: the same for layers with a window, in which a head may not see rows behind.
-    """
-
-    def __init__(self, head: BlockHead, kv: KVCache, whole: PackedInputs, causal: PackedInputs) -> None:
-        self._config, self._kv = head.config, kv
-        self._packed = {window: whole if window is None else causal for window in set(head.config.windows)}
-        self.positions = whole.positions
-
-    def attend(self, layer: int, rows: Projected) -> Tensor:
-        """Attend from rows [R, heads, d] to the prefixes and the rows that they see."""
-        window = self._config.windows[layer]
-        packed = self._packed[window]
-        return cache_and_attend(self._kv, layer, rows, packed.slots, rows.query, packed, window)
-
-
-class CopiedBlocks:
-    """The rows of blocks without the kernel. In each layer keys and values are
-
-    [ prefix, L cells | padding masked ] [ own rows, R of each session ]
-
-    Args:
-        own: positions of the rows, int64 [S, R].
-    """
-
-    def __init__(self, head: BlockHead, kv: KVCache, cached: PaddedPrefix, own: Tensor) -> None:
-        c, lengths = head.config, cached.lengths
-        self._config, self._kv, self._index, self._num_rows = c, kv, cached.slots, own.shape[1]
-        cells = torch.arange(self._index.shape[1], device=lengths.device).expand(len(lengths), -1)
-        self._behind = own[:, :, None] - torch.cat([cells, own], 1)[:, None]
-        filled = (cells < lengths[:, None])[:, None].expand(-1, self._num_rows, -1)
-        own_rows = torch.ones_like(self._behind[:, :, : self._num_rows], dtype=torch.bool)  # each sees all
-        self._filled = torch.cat([filled, own_rows], 2)
-        self._biases = {window: self._bias(window, kv.keys[0].dtype) for window in set(c.windows)}
-        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        self.positions = own.clamp(max=head.max_model_len - 1).flatten()
-
-    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the additive mask [S, 1, heads per key-value head * R, L + R]; see
-        `eyas.models.heads.block.block_masks`.
-        """
-        seen = self._filled
-        if window is not None:
-            seen = seen & (self._behind < window)
-            seen = seen & (self._behind >= 0) if self._config.causal_windows else seen
-        bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
-        return bias.repeat(1, self._config.num_heads // self._config.num_kv_heads, 1)[:, None]
-
-    def attend(self, layer: int, rows: Projected) -> Tensor:
-        """Attend from the rows [S * R, heads, d] to the prefixes and the rows that they see."""
-        c, sessions, count = self._config, len(self._index), self._num_rows
-        pools = (self._kv.keys[layer], rows.key), (self._kv.values[layer], rows.value)
-        keys, values = (
-            torch.cat([pool[self._index], own.view(sessions, count, *own.shape[1:])], 1).transpose(1, 2)
-            for pool, own in pools
-        )
-        query = rows.query.view(sessions, count, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
-        folded = query.reshape(sessions, c.num_kv_heads, -1, c.head_dim)
-        attended = masked_attention(folded, keys, values, self._biases[c.windows[layer]], c.head_dim**-0.5)
-        attended = attended.view(sessions, c.num_kv_heads, -1, count, c.head_dim).permute(0, 3, 1, 2, 4)
-        return attended.reshape(sessions * count, c.num_heads, c.head_dim)
+    states = head.run(tokens.flatten(), whole.positions, attend)
+    return head.drafted_rows(states.view(*tokens.shape, -1))
 
 
 class ConditionalExpansion:

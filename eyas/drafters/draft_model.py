@@ -21,7 +21,7 @@ from eyas.drafters.base import DraftContext, DraftWork
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache
 from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.rows import GroupLevels, GrowthShape, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.rows import GrowthShape, Roots
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import NO_SLOTS
 from eyas.models.backends.base import ForwardBackend
@@ -94,7 +94,7 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         slots = None
         if not any(shape.is_latent for shape in model.kv_shapes):  # no kernel attends to latents
             slots = plan_tree_slots(sizes, model.dtype, model.device, model.max_model_len, widths, batch, capture)
-        slots = slots and replace(slots, first=None, spare=self._kv.scratch)
+        slots = slots and replace(slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, model.vocab_size, torch.float32)
         self._backend: ForwardBackend = model
         self._capture = capture
@@ -172,10 +172,7 @@ class ModelExpansion:
 
     def __init__(self, model: TargetModel, kv: KVCache, roots: Roots) -> None:
         self._model, self._kv, self._logits = model, kv, roots.states
-        cached = roots.cached
-        self._rows: SlotLevels | GroupLevels = (
-            SlotLevels(cached) if isinstance(cached, SlotRows) else GroupLevels(cached, model.max_model_len)
-        )
+        self._rows = roots.rows
         self._tokens: tuple[Tensor, ...] = ()
         self._parents: tuple[Tensor, ...] = ()
 

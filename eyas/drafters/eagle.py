@@ -25,30 +25,18 @@ from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, new_rows,
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
-from eyas.drafters.trees.rows import (
-    BufferAttention,
-    FoundRows,
-    GrownRows,
-    GrowthShape,
-    Roots,
-    SlotLevels,
-    SlotRows,
-)
+from eyas.drafters.trees.rows import FoundRows, GrownRows, GrowthShape, Roots
 from eyas.drafters.trees.scoring import make_scorer, unfiltered_words
 from eyas.emulation.costs import PassKind
-from eyas.emulation.device import EmulatedDevice, on_host
+from eyas.emulation.device import on_host
 from eyas.kernels.arguments import Ranked
-from eyas.kernels.plain.layers import take_rows
-from eyas.models.backends.cuda_graphs import Capture
-from eyas.models.heads.compiled import CompiledEagle
+from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.heads.eagle import EagleHead
 from eyas.models.heads.mtp import MtpHead
 from eyas.models.heads.slots import attend_slots, layer_slots
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.protocol.tree import DraftTree
 
-# Sessions whose trees grow together where their rows share slots of the KV cache without the attention kernel.
-MAX_SHARING_SESSIONS = 16
 # New pairs of a single layer up to which kernels of the CPU run them all; torch runs only the last one of each session.
 MAX_COMPILED_PAIRS = 24
 
@@ -82,37 +70,24 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         dtype, device = head.dtype, head.draft_ids.device
         self._head = head
         sizes = HeadSizes(head.num_heads, shapes[0].num_heads, shapes[0].width)
+        widths, batch = self._widths(tree, static_tree), config.cuda_graph_max_batch
         slots = None
         if head.num_modules == 1 and not shapes[0].is_latent:  # no kernel attends to latents
-            widths, batch = self._widths(tree, static_tree), config.cuda_graph_max_batch
             visible = self._visible(tree)
             slots = plan_tree_slots(sizes, dtype, device, head.max_model_len, widths, batch, capture, visible)
         compiled = None if slots or static_tree or config.emulated_device else head.compiled
-        rows_of_tree = tree.top_k * (tree.num_steps - 1)
-        shares_slots = not slots and bool(compiled or head.rows_in_slots)
-        num_slots = slots.num_slots if slots else MAX_SHARING_SESSIONS * rows_of_tree if shares_slots else 0
-        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_slots + num_grown_slots)
+        num_tree_slots = padded_size(batch, 1) * sum(widths)
+        self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots + num_grown_slots)
         self.num_grown_slots, self.first_grown_slot = num_grown_slots, self._kv.scratch - num_grown_slots
-        first = self.first_grown_slot - num_slots
+        first = self.first_grown_slot - num_tree_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
-        slots = slots and replace(slots, first=first, spare=self._kv.scratch)
+        self._tree_slots = np.arange(first, self.first_grown_slot).reshape(padded_size(batch, 1), -1)
+        slots = slots and replace(slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
-        own_slots = first + np.arange(num_slots)
-        self._tree_slots = own_slots.reshape(MAX_SHARING_SESSIONS, rows_of_tree) if shares_slots else None
-        self._use(compiled)
-
-    def _use(self, compiled: CompiledEagle | None) -> None:
-        """Run the head's layers by kernels of the CPU from now on, or as they are."""
         self._compiled = compiled
-        if not self._slots:
-            self._max_grown = MAX_SHARING_SESSIONS if compiled or self._head.rows_in_slots else None
         if compiled:
             compiled.compile_kernels()
         self._run_segments = partial(compiled.run, kv=self._kv) if compiled else self._run_packed
-
-    def emulate(self, device: EmulatedDevice) -> None:
-        super().emulate(device)
-        self._use(None)
 
     def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
         """Return the rows of a tree in each pass."""
@@ -245,7 +220,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         assert isinstance(self._head, EagleHead), "other heads expand rows themselves"
-        return EagleExpansion(self._head, self._kv, roots, shape)
+        return EagleExpansion(self._head, self._kv, roots)
 
     def _extend(self, contexts: Sequence[DraftContext]) -> Tensor:
         """Cache keys and values of all new pairs. The last layer may run only the last pair of each session.
@@ -254,7 +229,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """
         features = self._features(contexts)
         counts = list(map(num_features, contexts))
-        attends = self._head.rows_in_slots or self._head.config.num_layers > 1
+        attends = isinstance(self._head, MtpHead) or self._head.config.num_layers > 1
         if self._compiled and (attends or sum(counts) <= MAX_COMPILED_PAIRS):
             pairs = zip(contexts, self._prefix_slots(contexts), counts, strict=True)
             rows = [new_rows(context, slots, count, attends=True) for context, slots, count in pairs]
@@ -277,42 +252,20 @@ def _ends(context: DraftContext, depths: Ints) -> Iterator[DraftContext]:
 
 
 class EagleExpansion:
-    """Expansion by an EAGLE head. A row attends to the prefix, to its ancestors and to itself.
+    """Expansion by an EAGLE head. A row attends to the prefix, to its ancestors and to itself."""
 
-    Args:
-        shape: number of levels, and the most rows of a level.
-    """
-
-    def __init__(self, head: EagleHead, kv: KVCache, roots: Roots, shape: GrowthShape) -> None:
-        self._head, self._states = head, roots.states[:, None]
-        cached = roots.cached
-        self._kv = kv
-        self._rows: SlotLevels | BufferAttention = (
-            SlotLevels(cached) if isinstance(cached, SlotRows) else BufferAttention(head, kv, cached, shape)
-        )
+    def __init__(self, head: EagleHead, kv: KVCache, roots: Roots) -> None:
+        self._head, self._kv, self._states = head, kv, roots.states[:, None]
+        self._rows = roots.rows
 
     def first(self) -> Tensor:
         return self._head.raw_logits(self._states)
 
     def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        self._rows = self._rows.level(level, parents)
-        if isinstance(self._rows, SlotLevels):
-            packed = self._rows.packed
-            slots = partial(layer_slots, self._kv, packed)
-            rows = self._head.project_level(self._states, parents, tokens, packed.positions, slots)
-            states = self._head.run_layers(rows, packed.positions, partial(attend_slots, self._kv, packed), slots)
-            self._states = states.view(*tokens.shape, -1)
-        else:
-            self._states = self._run(take_rows(self._states, parents), self._head.draft_ids[tokens])
+        self._rows = self._rows.level(level, parents, tokens)
+        packed = self._rows.packed
+        slots = partial(layer_slots, self._kv, packed)
+        rows = self._head.project_level(self._states, parents, tokens, packed.positions, slots)
+        states = self._head.run_layers(rows, packed.positions, partial(attend_slots, self._kv, packed), slots)
+        self._states = states.view(*tokens.shape, -1)
         return self._head.raw_logits(self._states)
-
-    def _run(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """Return states [S, W, H] of the newest rows: features [S, W, H], the target's token ids [S, W]."""
-        rows = self._rows
-        attend, positions = (
-            (partial(attend_slots, self._kv, rows.packed), rows.packed.positions)
-            if isinstance(rows, SlotLevels)
-            else (rows.attend, rows.positions)
-        )
-        states = self._head.run(features.flatten(0, 1), tokens.flatten(), positions, attend)
-        return states.view(*tokens.shape, -1)

@@ -10,20 +10,18 @@ Legend: S sessions, W rows of a level, R rows, H hidden, M modules.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
-from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import DraftContext
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.sessions import KVSession, num_features
 from eyas.drafters.trees.growth import Expansion
-from eyas.drafters.trees.rows import GroupLevels, GrowthShape, PaddedPrefix, Roots, SlotLevels, TreeSlots
+from eyas.drafters.trees.rows import GroupLevels, GrowthShape, Levels, Roots
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.mtp import MtpHead
@@ -55,12 +53,6 @@ class MtpDrafter(EagleDrafter):
     def _num_passes(self) -> int:
         last = self._modules.num_modules - 1
         return last + 1 + sum(last + 1 - min(level, last) for level in range(1, self.tree.num_steps))
-
-    def _scratch(self, contexts: Sequence[DraftContext], slots: TreeSlots | None) -> Sequence[Slots]:
-        if slots is not None:
-            return super()._scratch(contexts, slots)
-        assert self._tree_slots is not None, "rows lie in slots"
-        return list(self._tree_slots[: len(contexts)])
 
     def _has_state(self, context: DraftContext) -> bool:
         """Return whether every module has a row."""
@@ -128,13 +120,9 @@ class MtpExpansion:
         self._head = head
         self._kv = kv
         self._states = roots.states[:, None]
-        cached = roots.cached
-        self._rows: list[SlotLevels | GroupLevels]
-        if isinstance(cached, PaddedPrefix):
-            prefixes = [replace(cached, lengths=cached.lengths - module) for module in range(head.num_modules)]
-            self._rows = [GroupLevels(prefix, head.max_model_len) for prefix in prefixes]
-        else:
-            self._rows = [SlotLevels(cached)]
+        self._rows: list[Levels] = [roots.rows]
+        if isinstance(roots.rows, GroupLevels):
+            self._rows = [roots.rows.without_last(module) for module in range(head.num_modules)]
 
     def first(self) -> Tensor:
         return self._logits(0)

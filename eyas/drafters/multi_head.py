@@ -82,9 +82,9 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         device, max_batch = self.draft_ids.device, config.cuda_graph_max_batch
         if self._prefix:
             plan = plan_tree_slots(self._prefix.sizes, dtype, device, len(self._prefix.rotary), (), max_batch, capture)
-            return plan and replace(plan, first=None, spare=self._kv.scratch)
+            return plan and replace(plan, spare=self._kv.scratch)
         nothing = RowLayout((), Tiling(1, 1, 1), 1, device)
-        return TreeSlots(nothing, nothing, padded_size(max_batch, 1), None) if capture else None
+        return TreeSlots(nothing, nothing, padded_size(max_batch, 1)) if capture else None
 
     @property
     def work(self) -> DraftWork:

@@ -36,7 +36,7 @@ from eyas.drafters.trees.growth import (
     select_nodes,
     trees_from_columns,
 )
-from eyas.drafters.trees.rows import GrowthShape, PaddedPrefix, Roots, RowLayout, SlotRows, TreeSlots
+from eyas.drafters.trees.rows import GroupLevels, GrowthShape, Roots, RowLayout, SlotLevels, SlotRows, TreeSlots
 from eyas.drafters.trees.scoring import (
     LevelScorer,
     MaskedExpansion,
@@ -50,7 +50,7 @@ from eyas.drafters.trees.scoring import (
     make_scorer,
 )
 from eyas.emulation.costs import PassKind
-from eyas.emulation.device import EmulatedDevice, emulated_device
+from eyas.emulation.device import emulated_device
 from eyas.errors import ConfigError
 from eyas.kernels.by_device import MAX_SORTED, rank
 from eyas.kernels.probabilities import filtering
@@ -73,6 +73,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     (`_expand`).
 
     Attributes:
+        device: the emulated one whose times passes take, if `drafting.emulated_device` names one.
         EXTEND_PASS, EXPAND_PASS: the kinds of pass that `_extend` and `_expand` run, for an emulated device.
     """
 
@@ -98,7 +99,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.sessions = sessions
         self._max_expanded = static_tree.max_expanded if static_tree else tree.top_k  # nodes of a level, at most
         self._slots: TreeSlots | None = None
-        self._max_grown: int | None = None  # sessions whose trees grow together; None for any number
+        self._max_grown = padded_size(config.cuda_graph_max_batch, 1)  # sessions whose trees grow together
+        self._tree_slots: Ints | None = None  # of their rows, [sessions, rows]; None if each session has slots of its own
         self.graphs: TreeGraphs | None = None
         self.chain_graphs: ChainGraphs | None = None
         self._extend_graphs: ExtendGraphs | None = None
@@ -126,7 +128,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             feature_size: of their features, which have this dtype too; 0 for a drafter without.
         """
         self._dtype, self._feature_size = dtype, feature_size
-        self._slots, self._max_grown = slots, slots.max_sessions if slots else None
+        self._slots = slots
         if slots is None or capture is None:
             return
         tree = replace(self.tree, top_k=self._max_expanded)
@@ -167,7 +169,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         for i in ready:
             drafts[i] = DraftTree.root_only(contexts[i].tokens[-1])
         rows = {i: row for row, i in enumerate(i for i in ready if self._has_state(contexts[i]))}
-        most = self._max_grown or len(contexts)
+        most = self._max_grown
         for proposal, make_trees in (("deterministic", self._grow), ("sampled", self._draw)):
             chosen = [i for i in rows if contexts[i].budget.wants_tree and contexts[i].proposal == proposal]
             for part in (chosen[start : start + most] for start in range(0, len(chosen), most)):
@@ -175,10 +177,6 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
                 for i, tree in zip(part, make_trees([contexts[i] for i in part], part_states), strict=True):
                     drafts[i] = tree
         return drafts
-
-    def emulate(self, device: EmulatedDevice) -> None:
-        """Have passes take the times of an emulated device from now on."""
-        self.device = device
 
     @property
     def busy_s(self) -> float:
@@ -223,8 +221,8 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _expand_on_device(self, roots: Roots, shape: GrowthShape) -> Expansion:
         if self.device is None:
             return self._expand(roots, shape)
-        assert isinstance(roots.cached, PaddedPrefix), "an emulated device captures nothing"
-        num_cached = int(roots.cached.lengths.sum())
+        assert isinstance(roots.rows, GroupLevels), "an emulated device captures nothing"
+        num_cached = int(roots.rows.lengths.sum())
         if self.EXPAND_PASS is None:
             expansion = self._expand(roots, shape)
         else:
@@ -280,21 +278,21 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees."""
         if self.graphs and not any(context.allowed for context in contexts):
-            slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)
+            slots, scratch = self._prefix_slots(contexts), self._scratch(contexts)
             trees, rows_run = self.graphs.grow(contexts, slots, states, scratch)
             self._keep_rows(contexts, rows_run, self.tree.top_k)
             return [without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
         scorer = self._ruled(scorer, contexts)
-        candidates, rows = self._grow_candidates(self._roots(contexts, states, self._slots), scorer, shape)
+        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape)
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
     def _draw(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Draw sampled chains."""
         if self.chain_graphs and not any(context.allowed or context.logit_biases for context in contexts):
-            slots, scratch = self._prefix_slots(contexts), self._scratch(contexts, self._slots)
+            slots, scratch = self._prefix_slots(contexts), self._scratch(contexts)
             chains, rows_run = self.chain_graphs.draw(contexts, slots, states, scratch)
             self._keep_rows(contexts, rows_run, 1)
             return chains
@@ -302,7 +300,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         words, device = chain_words(contexts), self.draft_ids.device
         probs = filtered_probs_of(filtering([context.noise for context in contexts]), len(contexts), device)
         scorer = self._ruled(chain_scorer(upload(words, device), probs), contexts)
-        expansion = self._expand_on_device(self._roots(contexts, states, self._slots, is_chain=True), shape)
+        expansion = self._expand_on_device(self._roots(contexts, states, is_chain=True), shape)
         masked = masked_expansion(expansion, scorer)
         drawn = draw_chains(masked, scorer, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
@@ -333,21 +331,19 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self._keep_rows(contexts, kept.astype(np.int64), top_k)
         return found
 
-    def _roots(
-        self, contexts: Sequence[DraftContext], states: Tensor, slots: TreeSlots | None, is_chain: bool = False
-    ) -> Roots:
-        device, prefixes, scratch = states.device, self._prefix_slots(contexts), self._scratch(contexts, slots)
+    def _roots(self, contexts: Sequence[DraftContext], states: Tensor, is_chain: bool = False) -> Roots:
+        device, prefixes, scratch = states.device, self._prefix_slots(contexts), self._scratch(contexts)
         tokens = upload([context.tokens[-1] for context in contexts], device)
-        if slots is None:
-            return Roots(states, tokens, PaddedPrefix.of(prefixes, scratch, device))
-        layout, count = slots.chains if is_chain else slots.trees, len(contexts)
+        if self._slots is None:
+            return Roots(states, tokens, GroupLevels(prefixes, scratch, self.sessions.context_length, device))
+        layout, count = self._slots.chains if is_chain else self._slots.trees, len(contexts)
         words = layout.build_words(prefixes, [own[: layout.num_rows] for own in scratch], count)
-        return Roots(states, tokens, SlotRows(layout, upload(words, device), count))
+        return Roots(states, tokens, SlotLevels(SlotRows(layout, upload(words, device), count)))
 
-    def _scratch(self, contexts: Sequence[DraftContext], slots: TreeSlots | None) -> Sequence[Slots]:
+    def _scratch(self, contexts: Sequence[DraftContext]) -> Sequence[Slots]:
         """Return slots for the rows of each session's tree."""
-        if slots and slots.first is not None:
-            return slots.rows(len(contexts))
+        if self._tree_slots is not None:
+            return list(self._tree_slots[: len(contexts)])
         return [self.sessions[context.session].scratch for context in contexts]
 
     def _prefix_slots(self, contexts: Sequence[DraftContext]) -> list[Slots]:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from eyas.arrays import Bools
+from eyas.cache.kv_cache import KVCache
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.eagle import EagleDrafter, EagleExpansion
+from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, StaticTree, ddtree_shape
-from eyas.drafters.trees.rows import GrowthShape, Roots, SlotLevels, SlotRows
+from eyas.drafters.trees.rows import GrowthShape, Roots, SlotLevels
 from eyas.models.backends.cuda_graphs import Capture
 from eyas.models.heads.eagle import EagleHead
 
@@ -44,25 +45,21 @@ class PEagleDrafter(EagleDrafter):
         return min(self.tree.num_steps, 2)
 
     def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
-        levels = self.tree.num_steps if isinstance(roots.cached, SlotRows) else shape.num_steps
-        rows = ParallelRows(self._parallel_head, self._kv, roots, GrowthShape(2, levels))
-        return IndependentExpansion(rows.parallel_logits(levels))
+        levels = self.tree.num_steps if isinstance(roots.rows, SlotLevels) else shape.num_steps
+        return IndependentExpansion(parallel_logits(self._parallel_head, self._kv, roots, levels))
 
 
-class ParallelRows(EagleExpansion):
-    """Rows of a learned feature and a mask token behind the last pair."""
+def parallel_logits(head: EagleHead, kv: KVCache, roots: Roots, num_steps: int) -> Tensor:
+    """Return logits [S, num_steps, D] of the last pair, and of rows behind it, which see those before.
 
-    def parallel_logits(self, num_steps: int) -> Tensor:
-        """Return logits [S, num_steps, D] of the last pair, and of mask rows behind it, which see those before.
-
-        There must be room for num_steps rows.
-        """
-        head, count = self._head, num_steps - 1
-        assert head.mask_feature is not None
-        assert head.config.mask_token_id is not None
-        if not count:
-            return head.raw_logits(self._states)
-        tokens = torch.full((len(self._states), count), head.config.mask_token_id, device=self._states.device)
-        self._rows = self._rows.all_at_once() if isinstance(self._rows, SlotLevels) else self._rows.chain(count)
-        features = head.mask_feature.expand(len(tokens), count, -1)
-        return head.raw_logits(torch.cat([self._states, self._run(features, tokens)], 1))
+    These rows have a learned feature and a mask token.
+    """
+    states, count = roots.states[:, None], num_steps - 1
+    assert head.mask_feature is not None
+    assert head.config.mask_token_id is not None
+    if not count:
+        return head.raw_logits(states)
+    tokens = torch.full((len(states), count), head.config.mask_token_id, device=states.device)
+    rows = roots.rows.all_at_once(tokens, is_causal=True)
+    found = head.run_slots(head.mask_feature.expand(tokens.numel(), -1), rows.packed, kv)
+    return head.raw_logits(torch.cat([states, found.view(*tokens.shape, -1)], 1))

@@ -135,7 +135,7 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
         super().__init__(KVSession)
         self._allocator = SlotAllocator(num_slots)
         self._num_slots, self._num_scratch = num_slots, 0  # all slots, and those of trees
-        self._context_length = context_length
+        self.context_length = context_length
         self._max_scratch = max_scratch
 
     def claim(self, session: KVSession[StateT], count: int, num_scratch: int, busy: Collection[str]) -> bool:
@@ -143,7 +143,7 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
 
         busy: keys of sessions that must not be evicted.
         """
-        fits = session.committed_length <= self._context_length and not session.dormant
+        fits = session.committed_length <= self.context_length and not session.dormant
         if not fits or not self._make_room(count + num_scratch, busy):
             self._free(session)
             session.slots, session.num_new, session.dormant = NO_SLOTS, 0, True
@@ -172,7 +172,7 @@ class KVLedger(SessionLedger[KVSession[StateT]]):
 
     def _has_ample_room(self, session: KVSession[StateT], context: DraftContext) -> bool:
         length = context.committed_length
-        return length <= self._context_length and self._allocator.num_free >= 2 * length + self._max_scratch
+        return length <= self.context_length and self._allocator.num_free >= 2 * length + self._max_scratch
 
     def _free(self, session: KVSession[StateT]) -> None:
         self._drop_tree(session)

@@ -207,8 +207,6 @@ FLOATS, HALVES, BYTES = range(3)
 # Inputs of an output that share a scale, of 8-bit integers; and rows of a block behind these inputs, which hold the
 # outputs' float32 scales.
 GROUP_INPUTS, SCALE_INPUTS = 16, 4
-
-
 # Rows and columns of a weight that a kernel multiplies at once, at most: one scale must cover them.
 SCALED_TILE = 64
 

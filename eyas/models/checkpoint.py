@@ -178,6 +178,25 @@ class Checkpoint:
         files = own[:1] or sorted(set(self.files.values()))
         return {name: tensor for file in files for name, tensor in _read_file(file)}
 
+    def tensors_of(
+        self, rename: Callable[[str], str], expected: Mapping[str, tuple[int, ...]], optional: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Read all tensors of a head, under the names that `rename` gives them; others than `check_tensors` takes are an
+        error.
+        """
+        # an unknown tensor keeps its name, for the error
+        names = {name: own if (own := rename(name)) in expected else name for name in self.files}
+        tensors = {names[name]: tensor for name, tensor in self.tensors().items()}
+        check_tensors(tensors, expected, optional, self.folder)
+        return tensors
+
+    def part_of(self, rename: Callable[[str], str], expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Read the tensors of a head that `rename` gives these names; each must be there. Nothing else is read."""
+        files = {rename(name): name for name in self.files}
+        tensors = {name: self.tensor((files[name],)) for name in expected if name in files}
+        check_tensors(tensors, expected, (), self.folder)
+        return tensors
+
     def tensor(self, names: tuple[str, ...]) -> Tensor:
         """Read the first of `names` that the checkpoint holds; of safetensors nothing else is read."""
         for name in names:

@@ -20,22 +20,15 @@ from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVShape
 from eyas.cache.state_pools import StatePools, StateShape
 from eyas.cache.states import StateSizes
 from eyas.config.target_limits import EXPERT_COUNTS, context_limit
-from eyas.errors import CheckpointError, ConfigError
+from eyas.device.placement import check_e4m3
+from eyas.errors import CheckpointError
 from eyas.kernels.arguments import KVScales
-from eyas.models.backends.packed_weights import (
-    PackedEmbedding,
-)
+from eyas.models.backends.packed_weights import PackedEmbedding
 from eyas.models.checkpoint import Checkpoint, read_kv_scales
-from eyas.models.heads.layers import E4M3_CAPABILITY
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT, StateHooks, final_norm
 from eyas.models.inputs import PackedInputs, Segment, pack
 from eyas.models.layers.attention import kv_sources
-from eyas.models.parallel.shards import (
-    Shard,
-    SharedVocabulary,
-    shares_vocabulary,
-    splits_heads,
-)
+from eyas.models.parallel.shards import Shard, SharedVocabulary, shares_vocabulary, splits_heads
 from eyas.models.supported import Architecture, inspect_architecture
 
 # States for checks.
@@ -174,14 +167,8 @@ class TargetModel:
         does not have, and CheckpointError as `read_kv_scales`.
         """
         self.kv_dtype = KV_CACHE_DTYPES.get(name)
-        if self.kv_dtype == torch.float8_e4m3fn and self.device.type == "cuda":
-            capability = torch.cuda.get_device_capability(self.device)
-            if capability < E4M3_CAPABILITY:
-                gpu = torch.cuda.get_device_name(self.device)
-                raise ConfigError(
-                    f"engine.kv_cache_dtype is {name}, which {gpu} does not have: its compute capability is "
-                    f"{capability[0]}.{capability[1]}, and 8.9 is the first. Set it to fp8_e5m2 or auto"
-                )
+        if self.kv_dtype == torch.float8_e4m3fn:
+            check_e4m3(f"engine.kv_cache_dtype is {name}", self.device, "Set it to fp8_e5m2 or auto")
         if self.kv_dtype is not None and not self.kv_scales:
             self.kv_scales = read_kv_scales(Checkpoint(self.name_or_path), len(self.kv_shapes))
 

@@ -115,8 +115,8 @@ class MultiHeadTrainer(nn.Module):
                 read = [(samples.final, 0), *((embedded, 1 + place) for place in range(number + 1))]
                 found = solve(*samples.pairs(read, 1 + number))
                 first: Any = self.head.heads[number]
-                first.weights[0].chunk(2)[0].copy_(torch.cat(found.weights, -1))
-                first.biases[0].chunk(2)[0].copy_(found.bias)
+                first.blocks[0].weight.chunk(2)[0].copy_(torch.cat(found.weights, -1))
+                first.blocks[0].bias.chunk(2)[0].copy_(found.bias)
             elif len(self.head.outputs) == self.head.num_heads:
                 found = solve(*samples.pairs([(samples.final, 0)], 1 + number))
                 self.head.outputs[number].copy_(self.head.outputs[number] @ found.weights[0])
@@ -156,15 +156,15 @@ def _hydra_checkpoint(head: HydraHead) -> tuple[dict[str, Any], dict[str, Tensor
     num_layers = 1
     for number, mlp in enumerate(head.heads):
         assert isinstance(mlp, HydraMLP)
-        num_layers = len(mlp.weights)
-        for layer, (weight, bias) in enumerate(zip(mlp.weights, mlp.biases, strict=True)):
+        num_layers = len(mlp.blocks)
+        for layer, block in enumerate(mlp.blocks):
             parts = ("res_connection", "linear") if layer == 0 else ("linear",)
-            for part, w, b in zip(parts, weight.chunk(len(parts)), bias.chunk(len(parts)), strict=True):
+            for part, w, b in zip(parts, block.weight.chunk(len(parts)), block.bias.chunk(len(parts)), strict=True):
                 name = f"hydra_mlp.{number}.{layer}.{part}"
                 tensors |= {f"{name}.weight": w, f"{name}.bias": b}
-        tensors[f"hydra_lm_head.{number}.weight"] = mlp.output
-        if mlp.bias is not None:
-            tensors[f"hydra_lm_head.{number}.bias"] = mlp.bias
+        tensors[f"hydra_lm_head.{number}.weight"] = mlp.output.weight
+        if mlp.output.bias is not None:
+            tensors[f"hydra_lm_head.{number}.bias"] = mlp.output.bias
     config = {
         "model_type": "hydra", "hydra_num_heads": head.num_heads, "hydra_num_layers": num_layers,
         "hydra_head_arch": "mlp", "grounded_heads": True,
@@ -208,7 +208,7 @@ def new_hydra_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Ten
             )
         one = hydra.heads[0]
         assert isinstance(one, HydraMLP)
-        check_warm_start(config, _fixed(hydra, len(one.weights)))
+        check_warm_start(config, _fixed(hydra, len(one.blocks)))
         return MultiHeadTrainer(hydra, target.lm_head, config.loss)
     c, hidden, heads = config.head, target.hidden, []
     for number in range(c.num_heads):

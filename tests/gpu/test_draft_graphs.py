@@ -55,7 +55,7 @@ def test_a_cuda_graph_round_syncs_with_the_device_once(head: EagleHead) -> None:
     assert isinstance(captured, TreeGraphs)
     stacked, slots = torch.stack([state for state in states if state is not None]), drafter._prefix_slots(contexts)
     with recorded_waits() as waits, torch.inference_mode():
-        assert captured.grow(contexts, slots, stacked, drafter._scratch(contexts, drafter._slots))
+        assert captured.grow(contexts, slots, stacked, drafter._scratch(contexts))
     assert len(waits) == 1
 
 

@@ -18,12 +18,11 @@ from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.peagle import ParallelRows
-from eyas.drafters.trees.rows import GrowthShape
+from eyas.drafters.peagle import parallel_logits
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.block import load_block_head
-from eyas.models.heads.eagle import load_head
+from eyas.models.heads.eagle import EagleHead, load_head
 from eyas.models.heads.eagle_config import Kind, read_head_config
 from eyas.protocol.commit import TreeBudget
 from eyas.train import losses
@@ -337,10 +336,10 @@ def inference_logits(drafter: EagleDrafter, tokens: tuple[int, ...], features: T
     drafter.propose([context])
     state = drafter.sessions["a"].state  # type: ignore[index]
     assert state is not None
-    roots = drafter._roots([context], state[None], None)
-    shape = GrowthShape(num_steps=2, top_k=depths)
+    roots = drafter._roots([context], state[None])
+    assert isinstance(drafter._head, EagleHead)
     with torch.no_grad():
-        found = ParallelRows(drafter._head, drafter._kv, roots, shape).parallel_logits(depths)[0]
+        found = parallel_logits(drafter._head, drafter._kv, roots, depths)[0]
     drafter.release(["a"])
     return found
 

@@ -36,7 +36,7 @@ from eyas.drafters.trees.growth import (
     select_columns,
     trees_from_columns,
 )
-from eyas.drafters.trees.rows import GrowthShape, Roots, RowLayout, SlotRows, TreeSlots
+from eyas.drafters.trees.rows import GrowthShape, Roots, RowLayout, SlotLevels, SlotRows, TreeSlots
 from eyas.drafters.trees.scoring import (
     NUM_NOISE_WORDS,
     ScorerKind,
@@ -83,38 +83,39 @@ ExtendPass = Callable[[Tensor, PackedInputs, PackedInputs], Tensor]
 
 
 @dataclass(frozen=True)
-class RoundSpec:
-    """A kind of draft round.
+class RoundPlace:
+    """Place in which a drafter's rounds run: slots of trees, and width and dtype of states."""
 
-    Attributes:
-        stages: makes the stages from columns, int64 [C, S], and a function that makes the roots within a stage. They must
-            not wait for the device, copy to it, or take sizes from what a tensor holds.
-        columns: the columns of padding, [C].
-        state_size, dtype: of a state.
-        num_slots: of the KV cache without the spare slot behind them, which padding may write to; 0 if trees attend to
-            nothing.
-    """
-
-    stages: Callable[[Tensor, Callable[[], Roots]], Stages]
-    layout: RowLayout
-    columns: Sequence[int]
+    slots: TreeSlots
     state_size: int
     dtype: torch.dtype
-    num_slots: int = 0
+    capture: Capture
 
 
 class RoundGraphs:
-    """The captured stages of one kind of round by bucket. The last column is the token of the root."""
+    """The captured stages of one kind of round by bucket. The last column is the token of the root.
 
-    def __init__(self, spec: RoundSpec, max_sessions: int, capture: Capture) -> None:
-        device = spec.layout.device
-        self.max_sessions = padded_size(max_sessions, 1)
-        self._spec, self._capture = spec, capture
-        num_words = spec.layout.num_fixed_words(self.max_sessions) + spec.num_slots
+    Args:
+        make_stages: makes the stages from columns, int64 [C, S], and a function that makes the roots within a stage. They
+            must not wait for the device, copy to it, or take sizes from what a tensor holds.
+        padding: the columns of padding sessions, [C].
+    """
+
+    def __init__(
+        self,
+        make_stages: Callable[[Tensor, Callable[[], Roots]], Stages],
+        padding: Sequence[int],
+        layout: RowLayout,
+        place: RoundPlace,
+    ) -> None:
+        device = layout.device
+        self.max_sessions = padded_size(place.slots.max_sessions, 1)
+        self._make_stages, self._padding, self._layout, self._place = make_stages, padding, layout, place
+        num_words = layout.num_fixed_words(self.max_sessions) + place.slots.spare
         # One buffer of 64-bit words: columns, then the 32-bit words of the layout, two to a word.
-        size = len(spec.columns) * self.max_sessions + -(-num_words // 2)
+        size = len(padding) * self.max_sessions + -(-num_words // 2)
         self._words = torch.zeros(size, dtype=torch.int64, device=device)
-        self._states = torch.zeros(self.max_sessions, spec.state_size, dtype=spec.dtype, device=device)
+        self._states = torch.zeros(self.max_sessions, place.state_size, dtype=place.dtype, device=device)
         self._replays: dict[int, Stages] = {}
 
     @property
@@ -129,7 +130,7 @@ class RoundGraphs:
         """
         sizes = {padded_size(count, 1) for count in range(1, self.max_sessions + 1)}
         for sessions in sorted(sizes, reverse=True):
-            self._write(self._padded([[]] * len(self._spec.columns), sessions), (), (), sessions)
+            self._write(self._padded([[]] * len(self._padding), sessions), (), (), sessions)
             self._stages(sessions)
 
     def run(
@@ -155,16 +156,16 @@ class RoundGraphs:
         return self._stages(sessions).run(num_levels)
 
     def _padded(self, columns: Ints | Sequence[Sequence[int]], sessions: int) -> Ints:
-        padded = np.empty((len(self._spec.columns), sessions), dtype=np.int64)
-        for row, own, padding in zip(padded, columns, self._spec.columns, strict=True):
+        padded = np.empty((len(self._padding), sessions), dtype=np.int64)
+        for row, own, padding in zip(padded, columns, self._padding, strict=True):
             row[: len(own)] = own
             row[len(own) :] = padding
         return padded
 
     def _write(self, columns: Ints, slots: Sequence[Slots], scratch: Sequence[Slots], sessions: int) -> None:
-        layout = self._spec.layout
+        layout = self._layout
         # Padding rows get the spare slot, whose contents no row reads.
-        cells = np.full((sessions, layout.num_rows), self._spec.num_slots, dtype=np.int64)
+        cells = np.full((sessions, layout.num_rows), self._place.slots.spare, dtype=np.int64)
         for row, own in zip(cells, scratch, strict=False):
             row[:] = own[: len(row)]
         ints = layout.build_words(slots, cells, sessions)
@@ -181,21 +182,22 @@ class RoundGraphs:
     def _captured(self, sessions: int) -> Stages:
         stages, levels = self.stages(sessions), list[Callable[[], None]]()
         for level in stages.levels:
-            levels.append(capture_or_explain(self._capture, level))
+            levels.append(capture_or_explain(self._place.capture, level))
             levels[-1]()  # what follows reads what this one leaves, and a capture leaves nothing
-        return Stages(levels, [capture_or_explain(self._capture, end) for end in stages.ends])
+        return Stages(levels, [capture_or_explain(self._place.capture, end) for end in stages.ends])
 
     def stages(self, sessions: int) -> Stages:
         """Return what is captured for a bucket."""
-        num_columns = len(self._spec.columns)
+        num_columns = len(self._padding)
         columns, rest = self._words[: num_columns * sessions], self._words[num_columns * sessions :]
         columns = columns.view(num_columns, sessions)
 
         def roots() -> Roots:
             # The last column is the root's token.
-            return Roots(self._states[:sessions], columns[-1], SlotRows(self._spec.layout, rest.view(torch.int32), sessions))
+            rows = SlotLevels(SlotRows(self._layout, rest.view(torch.int32), sessions))
+            return Roots(self._states[:sessions], columns[-1], rows)
 
-        return self._spec.stages(columns, roots)
+        return self._make_stages(columns, roots)
 
 
 @dataclass(frozen=True)
@@ -263,27 +265,6 @@ class TreeSpec:
         return Stages([begin, *(partial(step, level) for level in range(1, num_levels))], ends)
 
 
-@dataclass(frozen=True)
-class RoundPlace:
-    """Place in which a drafter's rounds run: slots of trees, and width and dtype of states."""
-
-    slots: TreeSlots
-    state_size: int
-    dtype: torch.dtype
-    capture: Capture
-
-    def graphs(
-        self,
-        stages: Callable[[Tensor, Callable[[], Roots]], Stages],
-        padding: Sequence[int],
-        layout: RowLayout | None = None,
-    ) -> RoundGraphs:
-        """Return the graphs of a round, by default of trees. padding: columns of padding sessions."""
-        layout = layout or self.slots.trees
-        spec = RoundSpec(stages, layout, padding, self.state_size, self.dtype, self.slots.spare)
-        return RoundGraphs(spec, self.slots.max_sessions, self.capture)
-
-
 class TreeGraphs:
     """Deterministic trees from captured rounds, one for each kind of noise."""
 
@@ -292,7 +273,7 @@ class TreeGraphs:
         self._spec, self._drafting = spec, config
         # padding has a ranking temperature and no budget
         padding = (*noise_words((), config, 1)[:, 0].tolist(), 0, 0, 0)
-        self.rounds = {kind: place.graphs(partial(spec.stages, kind), padding) for kind in kinds}
+        self.rounds = {kind: RoundGraphs(partial(spec.stages, kind), padding, place.slots.trees, place) for kind in kinds}
 
     def warm_up(self) -> None:
         """See RoundGraphs."""
@@ -327,7 +308,7 @@ class ChainGraphs:
     def __init__(self, spec: TreeSpec, config: DraftingConfig, place: RoundPlace) -> None:
         self._spec, self._proposal_top_k = spec, config.proposal_top_k
         one = int(np.float64(1.0).view(np.int64))  # a column has the bits of a real
-        self.rounds = place.graphs(self._stages, (0, 0, 0, 0, one, one, one, 0, 0), place.slots.chains)
+        self.rounds = RoundGraphs(self._stages, (0, 0, 0, 0, one, one, one, 0, 0), place.slots.chains, place)
 
     def warm_up(self) -> None:
         """See RoundGraphs."""

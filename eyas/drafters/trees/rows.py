@@ -26,41 +26,12 @@ import torch
 from torch import Tensor
 
 from eyas.arrays import Bools, Ints
-from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.device.transfer import upload
-from eyas.kernels.arguments import Projected, Ranked
+from eyas.kernels.arguments import Ranked
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.attention_metadata import TILE_WORDS, Tiling, Words, mask_words
-from eyas.models.heads.eagle import EagleHead
 from eyas.models.inputs import AttentionMetadata, MetadataShape, PackedInputs, PaddedGroup
-from eyas.models.layers.attention import masked_attention
-
-
-@dataclass(frozen=True)
-class PaddedPrefix:
-    """Prefixes padded to the longest, as the plain attention reads them.
-
-    Attributes:
-        slots: int64 [S, L]; padding repeats a session's own first slot, because NaN in another session's slot would spread
-            through masked attention.
-        lengths: without padding, int64 [S].
-        scratch: slots for the rows of each tree [S, R].
-    """
-
-    slots: Tensor
-    lengths: Tensor
-    scratch: Tensor
-
-    @classmethod
-    def of(cls, slots: Sequence[Slots], scratch: Sequence[Slots], device: torch.device) -> PaddedPrefix:
-        """Return the prefixes of sessions, copied to the device."""
-        lengths = np.array([len(own) for own in slots])
-        cells = np.empty((len(slots), int(lengths.max())), dtype=np.int64)
-        for row, own in zip(cells, slots, strict=True):
-            row[: len(own)] = own
-            row[len(own) :] = own[:1]
-        return cls(upload(cells, device), upload(lengths, device), upload(np.stack(scratch), device))
 
 
 class GrowthShape(NamedTuple):
@@ -77,12 +48,12 @@ class Roots:
     Attributes:
         states: of the drafter, behind the last commit [S, H].
         tokens: the target's ids, int64 [S].
-        cached: what lies before.
+        rows: of trees, before the first is added to the sessions' prefixes.
     """
 
     states: Tensor
     tokens: Tensor
-    cached: PaddedPrefix | SlotRows
+    rows: Levels
 
 
 @dataclass(frozen=True)
@@ -212,29 +183,13 @@ class TreeSlots:
     Attributes:
         trees, chains: layouts of deterministic trees and of sampled chains.
         max_sessions: of a round.
-        first: of the slots that all rounds share; None if each session has slots of its own.
         spare: the last slot of the KV cache, for padding.
     """
 
     trees: RowLayout
     chains: RowLayout
     max_sessions: int
-    first: int | None = 0
     spare: int = 0
-
-    @property
-    def num_slots(self) -> int:
-        """Slots that rounds share."""
-        return self.max_sessions * self._num_rows
-
-    def rows(self, sessions: int) -> list[Slots]:
-        """Return the shared slots of each session's tree."""
-        assert self.first is not None, "sessions have slots of their own"
-        return list(self.first + np.arange(sessions * self._num_rows).reshape(sessions, -1))
-
-    @property
-    def _num_rows(self) -> int:
-        return max(self.trees.num_rows, self.chains.num_rows)
 
 
 class SlotRows:
@@ -252,7 +207,7 @@ class SlotRows:
         self._own = words[3 * count : 5 * count].view(2, count)
         self._tiles = words[5 * count : layout.num_fixed_words(sessions)].view(-1, TILE_WORDS)
 
-    def inputs(self, number: int, masks: Tensor, tokens: Tensor | None = None) -> PackedInputs:
+    def inputs(self, number: int, masks: Tensor, tokens: Tensor) -> PackedInputs:
         """Return a pass, session by session.
 
         Args:
@@ -267,8 +222,7 @@ class SlotRows:
         tiles = self._tiles[first : first + shape.tiles]
         places = self._words_of_rows[0, here]
         metadata = AttentionMetadata(shape, shape.rows, self._words, masks, tiles, places, own_slots, own_positions)
-        ids = numbers if tokens is None else tokens.flatten()
-        return PackedInputs(ids, positions, slots, numbers, metadata=metadata)
+        return PackedInputs(tokens.flatten(), positions, slots, numbers, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -290,8 +244,8 @@ class SlotLevels:
         assert self.newest is not None, "no row was added"
         return self.newest
 
-    def level(self, level: int, parents: Tensor, tokens: Tensor | None = None) -> SlotLevels:
-        """Add the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
+    def level(self, level: int, parents: Tensor, tokens: Tensor) -> SlotLevels:
+        """Add the rows of the next level, from 1: tokens, and rows of their parents in the level above, [S, W]."""
         layout = self.rows.layout
         assert parents.shape[1] == layout.widths[level - 1], "a level has as many rows as its layout"
         # A row sees what its parent sees, and itself: one "or" of mask words for each level.
@@ -300,36 +254,75 @@ class SlotLevels:
             masks = take_rows(self.masks, parents) | masks
         return SlotLevels(self.rows, masks, self.rows.inputs(level - 1, masks.contiguous(), tokens))
 
-    def all_at_once(self, masks: Tensor | None = None) -> SlotLevels:
-        """Add the rows of the only pass. masks: [W, M], by default those of the layout."""
-        masks = self.rows.layout.visible_words if masks is None else masks
-        return SlotLevels(self.rows, masks, self.rows.inputs(0, masks))
+    def all_at_once(self, tokens: Tensor, is_causal: bool = False) -> SlotLevels:
+        """Add the rows of the only pass, tokens [S, W]. They see what the layout says; if `is_causal`, none behind them."""
+        masks = self.rows.layout.own_causal if is_causal else self.rows.layout.visible_words
+        return SlotLevels(self.rows, masks, self.rows.inputs(0, masks, tokens))
 
 
 class GroupLevels:
-    """The rows of trees for the plain attention. packed: the newest level."""
+    """The rows of trees so far, for the plain attention, behind prefixes that are padded to the longest.
+
+    lengths: of the prefixes without padding, int64 [S]. packed: the newest rows.
+
+    Args:
+        prefixes: slots of each session.
+        scratch: slots for the rows of each tree, as many for all.
+        max_model_len: see RowLayout.
+    """
 
     packed: PackedInputs
 
-    def __init__(self, cached: PaddedPrefix, max_model_len: int) -> None:
-        self._max_model_len, self._length = max_model_len, cached.slots.shape[1]
-        self._keys = torch.cat([cached.slots, cached.scratch], 1)
-        places = torch.arange(self._length, device=cached.slots.device)
-        self._seen = (places < cached.lengths[:, None])[:, None]
-        self._root = cached.lengths[:, None] - 1
-        self._key_positions = places.expand(len(cached.slots), -1)
+    def __init__(
+        self, prefixes: Sequence[Slots], scratch: Sequence[Slots], max_model_len: int, device: torch.device
+    ) -> None:
+        lengths = np.array([len(own) for own in prefixes])
+        self._max_model_len, self._end = max_model_len, int(lengths.max())
+        keys = np.empty((len(prefixes), self._end + len(scratch[0])), dtype=np.int64)
+        for row, own, extra in zip(keys, prefixes, scratch, strict=True):
+            row[: len(own)] = own
+            # a session's own first slot: NaN in another session's would spread through masked attention
+            row[len(own) : self._end] = own[:1]
+            row[self._end :] = extra
+        self._keys, self.lengths = upload(keys, device), upload(lengths, device)
+        self._key_positions = torch.arange(self._end, device=device).expand(len(prefixes), -1)
+        self._seen = (self._key_positions < self.lengths[:, None])[:, None]
+
+    def without_last(self, count: int) -> GroupLevels:
+        """Leave out the last `count` slots of each prefix, before the first rows are added."""
+        found = copy(self)
+        found.lengths = self.lengths - count
+        found._seen = (self._key_positions < found.lengths[:, None])[:, None]
+        return found
 
     def level(self, level: int, parents: Tensor, tokens: Tensor) -> GroupLevels:
         """Add the rows of the next level, from 1; parents and tokens [S, W]."""
-        sessions, width = tokens.shape
-        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        positions = (self._root + level).clamp(max=self._max_model_len - 1).expand_as(tokens)
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(sessions, -1, -1)
+        own = torch.eye(tokens.shape[1], dtype=torch.bool, device=tokens.device)
+        positions = (self.lengths[:, None] + (level - 1)).expand_as(tokens)
+        return self._with(tokens, take_rows(self._seen, parents), own, positions)
+
+    def all_at_once(self, tokens: Tensor, is_causal: bool = False) -> GroupLevels:
+        """Add the rows of the only pass, tokens [S, W]. They see each other; if `is_causal`, none behind them."""
+        count, device = tokens.shape[1], tokens.device
+        own = torch.ones(count, count, dtype=torch.bool, device=device)
+        own = own.tril() if is_causal else own
+        positions = self.lengths[:, None] + torch.arange(count, device=device)
+        return self._with(tokens, self._seen.expand(-1, count, -1), own, positions)
+
+    def _with(self, tokens: Tensor, seen: Tensor, own: Tensor, positions: Tensor) -> GroupLevels:
+        """Add rows at positions [S, W].
+
+        Args:
+            seen: what they see of the keys so far [S, W, keys].
+            own: and of each other [W, W].
+        """
         found = copy(self)
-        found._seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
+        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
+        positions = positions.clamp(max=self._max_model_len - 1)
+        found._seen = torch.cat([seen, own.expand(len(tokens), -1, -1)], dim=2)
         found._key_positions = torch.cat([self._key_positions, positions], dim=1)
-        end = self._length + width * level
-        keys, slots = self._keys[:, :end], self._keys[:, end - width : end]
+        found._end += tokens.shape[1]
+        keys, slots = self._keys[:, : found._end], self._keys[:, self._end : found._end]
         rows = torch.arange(tokens.numel(), device=tokens.device)
         group = LevelGroup(rows.view_as(tokens), keys, found._seen, positions, found._key_positions)
         found.packed = PackedInputs(tokens.flatten(), positions.flatten(), slots.flatten(), rows, own_groups=(group,))
@@ -351,78 +344,8 @@ class LevelGroup(PaddedGroup):
         self.key_positions = key_positions
 
 
-class BufferAttention:
-    """The rows of trees without the kernel. Keys and values of the rows follow a copy of the prefix in each layer:
-
-        [ prefix, L cells | padding masked ] [ level 1, W rows ] [ level 2, W rows ] ...
-
-    positions: of the newest rows, [S * W].
-
-    Args:
-        shape: number of levels, and the most rows of a level.
-    """
-
-    positions: Tensor
-
-    def __init__(self, head: EagleHead, kv: KVCache, cached: PaddedPrefix, shape: GrowthShape) -> None:
-        self._config, self._max_model_len = head.config, head.max_model_len
-        index, lengths, dtype = cached.slots, cached.lengths, kv.keys[0].dtype
-        sessions, self._length = index.shape
-        self._end = self._length
-        self._root = lengths[:, None] - 1
-        room = shape.top_k * (shape.num_steps - 1)
-        self._keys, self._values = ([_buffer(p, index, room) for p in pool] for pool in (kv.keys, kv.values))
-        hidden = torch.arange(self._length, device=index.device) >= lengths[:, None]
-        self._folded = head.config.num_heads // head.config.num_kv_heads
-        shape_of_bias = (sessions, self._folded, shape.top_k, self._length + room)
-        self._bias = torch.zeros(shape_of_bias, device=index.device, dtype=dtype)
-        self._bias[..., : self._length].masked_fill_(hidden[:, None, None], float("-inf"))
-        self._seen = torch.zeros(sessions, shape.top_k, 0, dtype=torch.bool, device=index.device)
-
-    def level(self, level: int, parents: Tensor) -> BufferAttention:
-        """Add the rows of the next level, from 1. parents: row of each one's parent in the level above, [S, W]."""
-        own = torch.eye(parents.shape[1], dtype=torch.bool, device=parents.device).expand(len(parents), -1, -1)
-        # seen [S, W, rows so far]: what the parent sees, then the identity for the new rows.
-        seen = torch.cat([take_rows(self._seen, parents), own], dim=2)
-        return self._with(seen, (self._root + level).expand_as(parents))
-
-    def chain(self, count: int) -> BufferAttention:
-        """Add `count` rows after the root; each sees those before it."""
-        ahead = torch.arange(1, count + 1, device=self._root.device)
-        seen = torch.ones(count, count, dtype=torch.bool, device=ahead.device).tril()
-        return self._with(seen.expand(len(self._root), -1, -1), self._root + ahead)
-
-    def _with(self, seen: Tensor, positions: Tensor) -> BufferAttention:
-        found = copy(self)
-        # sessions near the end of their context are expanded with the others; their budget cuts what lies beyond
-        found._seen, found.positions = seen, positions.clamp(max=self._max_model_len - 1).flatten()
-        found._end += seen.shape[1]
-        found._bias[..., : seen.shape[1], self._length : found._end].zero_().masked_fill_(~seen[:, None], float("-inf"))
-        return found
-
-    def attend(self, layer: int, rows: Projected) -> Tensor:
-        """Store keys and values of the newest rows, then attend from them; [S * W, heads, d]."""
-        c, sessions = self._config, len(self._root)
-        width, (keys, values) = rows.key.shape[0] // sessions, (self._keys[layer], self._values[layer])
-        keys[:, :, self._end - width : self._end] = rows.key.view(sessions, width, -1, c.head_dim).transpose(1, 2)
-        values[:, :, self._end - width : self._end] = rows.value.view(sessions, width, -1, c.head_dim).transpose(1, 2)
-        # [S * W, heads, d] to [S, kv heads, heads per kv head * W, d]: heads that share keys become rows.
-        query = rows.query.view(sessions, width, c.num_kv_heads, -1, c.head_dim).permute(0, 2, 3, 1, 4)
-        attended = masked_attention(
-            query.reshape(sessions, c.num_kv_heads, -1, c.head_dim),
-            keys[:, :, : self._end],
-            values[:, :, : self._end],
-            self._bias[..., :width, : self._end].reshape(sessions, 1, self._folded * width, self._end),
-            c.head_dim**-0.5,
-        )
-        attended = attended.view(sessions, c.num_kv_heads, -1, width, c.head_dim).permute(0, 3, 1, 2, 4)
-        return attended.reshape(sessions * width, c.num_heads, c.head_dim)
-
-
-def _buffer(pool: Tensor, index: Tensor, room: int) -> Tensor:
-    """Copy the pool's rows at index [S, L] and append `room` empty cells: [S, J, L + room, D]."""
-    rows = pool[index].transpose(1, 2)
-    return torch.cat([rows, rows.new_zeros(*rows.shape[:2], room, rows.shape[3])], dim=2)
+# The rows of trees so far. A row of a level sees the prefix, its ancestors and itself.
+Levels = SlotLevels | GroupLevels
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """The growth of a draft tree's level on CUDA: scores and best children in one pass over the logits.
 
-`best_children` makes no copy of the logits. A program takes
-one row and one block of the draft vocabulary. It keeps its best tokens and its part of the softmax; a second one joins
-the blocks. `shared_noise` is the noise of all levels of a round.
+`best_children` makes no copy of the logits. A program takes one row and one block of the draft vocabulary. It keeps its best
+tokens and its part of the softmax; a second one joins the blocks. `shared_noise` is the noise of all levels of a round.
 
 Under top-k, top-p or min-p two more kernels come first. They find each row's last kept token from lists of the likeliest
-ones, as the sampler's do. `draw_children` is a level of sampled chains: it lists the
-likeliest tokens of blocks, puts together those that filters and K keep, and ranks and draws.
+ones, as the sampler's do. `draw_children` is a level of sampled chains: it lists the likeliest tokens of blocks, puts
+together those that filters and K keep, and ranks and draws.
 
 Legend: S sessions, R rows of a session, N rows of all sessions, L levels, D draft vocabulary, B blocks, k children, K most
 tokens of a proposal.
@@ -36,25 +35,28 @@ from eyas.kernels.cuda.sampling import (
     LOWEST,
     MASS,
     MASS_ERROR,
+    NO_KEY,
     TILE,
     _id,
     _keys_of_row,
-    _noise,
     _reached,
     _search,
     key_of,
     list_best,
     logit_of,
     lowest_kept,
+    noise_of,
     ordered,
+    rank_key,
+    ranked_id,
     real,
+    row_key,
     without_nan,
 )
 from eyas.kernels.plain import drafting as plain
 
 BLOCK = 2048
-# A key below all others, and the lowest weight of a token that can be drawn.
-NO_KEY = tl.constexpr(-9223372036854775807)
+# The lowest weight of a token that can be drawn.
 MIN_WEIGHT = tl.constexpr(1e-45)
 # Blocks of a draft vocabulary up to which twice as many tokens of each are listed: each has more of the likeliest ones.
 FEW_BLOCKS = 32
@@ -185,20 +187,15 @@ def _frontier(
 ):  # fmt: skip
     """Find the best candidates of a level of one session."""
     session, at, child = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK), tl.arange(0, BLOCK_C)
-    bits = (tl.load(scores + session * count + at, mask=at < count, other=0.0) + 0.0).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (bits.to(tl.int64) << 32) | (4294967295 - at.to(tl.int64))
-    key = tl.where(at < count, key, -9223372036854775807)
+    key = rank_key(tl.load(scores + session * count + at, mask=at < count, other=0.0), at, at < count)
     for place in range(K):
         top = tl.max(key, 0)
-        found, high = 4294967295 - (top & 4294967295), (top >> 32).to(tl.int32)
-        high = high ^ ((high >> 31) & 0x7FFFFFFF)
-        out = session * K + place
-        tl.store(best + out, high.to(tl.float32, bitcast=True))
+        found, out = ranked_id(top), session * K + place
+        tl.store(best + out, logit_of(top >> 32))
         tl.store(frontier + out, tl.load(tokens + session * count + found))
         tl.store(rows + out, found // CHILDREN if HAS_PARENTS else found * 0)
         tl.store(parents + out * CHILDREN + child, before + 1 + found + child * 0, mask=child < CHILDREN)
-        key = tl.where(key == top, -9223372036854775807, key)
+        key = tl.where(key == top, NO_KEY, key)
 
 
 @triton.jit(do_not_specialize=["sessions"])
@@ -206,25 +203,12 @@ def _gumbel(words, draft_ids, noise, sessions, size, LEVELS: tl.constexpr, BLOCK
     """Compute one block of the noise of one level of one session, times the temperature."""
     row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     session, kept = row // LEVELS, at < size
-    temperature = tl.load(words + 4 * sessions + session).to(tl.float64, bitcast=True).to(tl.float32)
+    temperature = real(words, sessions, session, 4)
     scaled = tl.zeros([BLOCK], tl.float32)
     if temperature > 0:
-        seed = tl.load(words + session).to(tl.uint64, bitcast=True)
-        position = (tl.load(words + sessions + session) + row % LEVELS).to(tl.uint64)
-        key = _mixed(_mixed(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
-        ids = tl.load(draft_ids + at, mask=kept, other=0)
-        z = _mixed(key + (ids + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-        uniform = ((z >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
-        scaled = -tl.log((-tl.log(1.0 - uniform)).to(tl.float32)) * temperature  # 1 - uniform is exact
+        key = row_key(tl.load(words + session), tl.load(words + sessions + session) + row % LEVELS)
+        scaled = -tl.log(noise_of(key, tl.load(draft_ids + at, mask=kept, other=0))) * temperature
     tl.store(noise + row * size + at, scaled, mask=kept)
-
-
-@triton.jit
-def _mixed(z):
-    """Mix as `eyas.kernels.noise` does."""
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    return z ^ (z >> 31)
 
 
 @triton.jit
@@ -312,13 +296,13 @@ def _score_blocks(
     logits, words, noise, lowest, keys, sums, sessions, size, count,
     ROWS: tl.constexpr, NOISE_STRIDE: tl.constexpr, HAS_LOWEST: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write to keys [N, B, k] the block's best, an integer in the order of score, then id from the largest down. sums
-    [2, N, B]: its highest score and its sum of exponentials relative to that.
+    """Write to keys [N, B, k] the block's best `rank_key`. sums [2, N, B]: its highest score and its sum of exponentials
+    relative to that.
     """
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     session, at = row // ROWS, block * BLOCK + tl.arange(0, BLOCK)
     kept = at < size
-    scale = tl.load(words + 5 * sessions + session).to(tl.float64, bitcast=True).to(tl.float32)
+    scale = real(words, sessions, session, 5)
     x = without_nan(tl.load(logits + row * size + at, mask=kept, other=float("-inf")))
     if HAS_LOWEST:
         x = tl.where(key_of(ordered(x), at) >= tl.load(lowest + row), x, float("-inf"))
@@ -329,14 +313,11 @@ def _score_blocks(
     total = tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0)
     tl.store(sums + row * blocks + block, top)
     tl.store(sums + (count.to(tl.int64) + row) * blocks + block, total)
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    key = (bits.to(tl.int64) << 32) | (4294967295 - at.to(tl.int64))
-    key = tl.where(kept, key, -9223372036854775807)
+    key = rank_key(x, at, kept)
     for place in range(K):
         best = tl.max(key, 0)
         tl.store(keys + (row * blocks + block) * K + place, best)
-        key = tl.where(key == best, -9223372036854775807, key)
+        key = tl.where(key == best, NO_KEY, key)
 
 
 @triton.jit(do_not_specialize=["blocks", "count"])
@@ -351,18 +332,16 @@ def _join_blocks(
     some = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(totals * tl.exp(tops - some), 0)
     log_sum = some + tl.log(tl.where(total == 0, 1.0, total))
-    key = tl.load(keys + row * blocks * K + at, mask=at < blocks * K, other=-9223372036854775807)
+    key = tl.load(keys + row * blocks * K + at, mask=at < blocks * K, other=NO_KEY)
     for place in range(K):
         best = tl.max(key, 0)
-        bits = (best >> 32).to(tl.int32)
-        bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        score = bits.to(tl.float32, bitcast=True)
+        score = logit_of(best >> 32)
         score = tl.where(score == float("-inf"), score, score - log_sum)
         if HAS_ABOVE:
             score = score + tl.load(above + row)
         tl.store(scores + row * K + place, score)
-        tl.store(ids + row * K + place, 4294967295 - (best & 4294967295))
-        key = tl.where(key == best, -9223372036854775807, key)
+        tl.store(ids + row * K + place, ranked_id(best))
+        key = tl.where(key == best, NO_KEY, key)
 
 
 @triton.jit(do_not_specialize=["sessions", "blocks"])
@@ -450,10 +429,8 @@ def _draw(
     scale = tl.maximum(real(words, sessions, row, 4), MIN)
     probs = tl.where(is_kept, tl.exp((logit_of(key >> ID_BITS) - largest) / scale) / total, 0.0)
     target = tl.load(draft_ids + ids, mask=is_kept, other=0)
-    position = (tl.load(words + sessions + row) + level).to(tl.uint64)
-    seed = tl.load(words + row).to(tl.uint64, bitcast=True)
-    noise_key = _mixed(_mixed(seed + 0x9E3779B97F4A7C15) + position * 0x9E3779B97F4A7C15)
-    noise, can_win = _noise(noise_key.to(tl.int64, bitcast=True), target), probs > LEAST_DRAWN
+    key = row_key(tl.load(words + row), tl.load(words + sessions + row) + level)
+    noise, can_win = noise_of(key, target), probs > LEAST_DRAWN
     score = tl.where(can_win, noise / tl.where(can_win, probs, 1.0), float("inf"))
     place = tl.min(tl.where(score == tl.min(score, 0), rank, K), 0)
     out = drawn + (row * LEVELS + level) * (2 * K + 1)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eyas.device.transfer import on_device_of
 from eyas.kernels.arguments import SCALED_TILE, Routing
-from eyas.kernels.cuda.layers import gate_row, normed_row, weighted_row
+from eyas.kernels.cuda.layers import activated, gate_row, normed_row, weighted_row
 
 if TYPE_CHECKING:
     from eyas.models.layers.experts import ExpertNorms, RoutedExperts
@@ -253,13 +253,9 @@ def _gate_up(
         b = tl.load(weight + at, mask=(column < INNER)[:, None] & inside, other=0.0)
         c = tl.load(weight + INNER * HIDDEN + at, mask=(column < INNER)[:, None] & inside, other=0.0)
         gates, ups = _add_product(gates, a, b, scales, at, SCALE_K), _add_product(ups, a, c, up_scales, at, SCALE_K)
-    dtype = out.dtype.element_ty
-    gates, ups = gates.to(dtype).to(tl.float32), ups.to(dtype).to(tl.float32)
-    # gelu: 1 + tanh(z) is 2 sigmoid(2 z)
-    z = gates if IS_SILU else 1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)
-    gates = (gates * tl.sigmoid(tl.maximum(z, -80.0))).to(dtype).to(tl.float32)
     kept = live[:, None] & (column < INNER)[None, :]
-    tl.store(out + pair[:, None] * INNER + column[None, :], (gates * ups).to(dtype), mask=kept)
+    found = activated(gates, ups, out.dtype.element_ty, IS_SILU)
+    tl.store(out + pair[:, None] * INNER + column[None, :], found, mask=kept)
 
 
 @triton.jit(do_not_specialize=["rows"])

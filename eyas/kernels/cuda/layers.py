@@ -337,11 +337,7 @@ def _pair_inputs(
 @triton.jit
 def normed_row(x, weight, eps, WIDTH: tl.constexpr, ADDS_ONE: tl.constexpr):
     """Return one row divided by its root mean square, times its weight."""
-    y = x.to(tl.float32)
-    y = y * tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)
-    if ADDS_ONE:
-        return (y * (1.0 + weight.to(tl.float32))).to(x.dtype)
-    return (y.to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    return _scaled(x, _inverse_root(x, eps, WIDTH), weight, ADDS_ONE)
 
 
 @triton.jit
@@ -368,14 +364,13 @@ def _rotate_and_store(
     x = tl.load(source + d, mask=kept, other=0.0)
     if head >= NUM_HEADS + NUM_KV:
         if NORMED_HEADS > NUM_HEADS + NUM_KV:
-            root = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / WIDTH + eps)
-            x = _scaled(x, root, tl.load(norms + head * WIDTH + d, mask=kept, other=0.0), ADDS_ONE)
+            x = normed_row(x, tl.load(norms + head * WIDTH + d, mask=kept, other=0.0), eps, WIDTH, ADDS_ONE)
         tl.store(values + (slot + head - NUM_HEADS - NUM_KV) * WIDTH + d, _narrow(x, value_scale, values, MOST), mask=kept)
     else:
         partner = tl.where(left, d + WIDTH // 2, d - WIDTH // 2)
         y = tl.load(source + partner, mask=kept, other=0.0)
         if NORMED_HEADS > 0:
-            root = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / WIDTH + eps)
+            root = _inverse_root(x, eps, WIDTH)
             x = _scaled(x, root, tl.load(norms + head * WIDTH + d, mask=kept, other=0.0), ADDS_ONE)
             y = _scaled(y, root, tl.load(norms + head * WIDTH + partner, mask=kept, other=0.0), ADDS_ONE)
         c = tl.load(cos + row * ROTARY_STRIDE + d, mask=kept, other=0.0).to(tl.float32)
@@ -397,6 +392,13 @@ def _narrow(x, scale, pool, MOST: tl.constexpr):
         return y.to(pool.dtype.element_ty)
     else:
         return x
+
+
+@triton.jit
+def _inverse_root(x, eps, WIDTH: tl.constexpr):
+    """Return the inverse of a row's root mean square."""
+    y = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(y * y, 0) / WIDTH + eps)
 
 
 @triton.jit
@@ -425,9 +427,14 @@ def gate_row(
     kept = d < WIDTH
     gates_here = tl.load(gates + row * GATE_STRIDE + d, mask=kept, other=0.0)
     ups_here = tl.load(ups + row * UP_STRIDE + d, mask=kept, other=0.0)
-    x = gates_here.to(tl.float32)
+    tl.store(out + row * WIDTH + d, activated(gates_here, ups_here, gates_here.dtype, IS_SILU), mask=kept)
+
+
+@triton.jit
+def activated(gates, ups, dtype, IS_SILU: tl.constexpr):
+    """Return activated gates times values, both rounded to `dtype`."""
+    x = gates.to(dtype).to(tl.float32)
     # gelu: 1 + tanh(z) is 2 sigmoid(2 z)
     z = x if IS_SILU else 1.5957691216057308 * (x + 0.044715 * x * x * x)
-    x = x * tl.sigmoid(tl.maximum(z, -80.0))
-    x = x.to(gates_here.dtype).to(tl.float32) * ups_here.to(tl.float32)
-    tl.store(out + row * WIDTH + d, x.to(gates_here.dtype), mask=kept)
+    x = (x * tl.sigmoid(tl.maximum(z, -80.0))).to(dtype).to(tl.float32)
+    return (x * ups.to(dtype).to(tl.float32)).to(dtype)

@@ -1,8 +1,7 @@
 """The sampler on CUDA: one pass over the logits draws every row's token, with the noise computed on the way; and ranking.
 
-A program takes one row and one block of the
-vocabulary and keeps the block's best; a second kernel takes the best of all blocks. Within a block probabilities are
-relative to the block's largest logit, so that no program waits for the row's.
+A program takes one row and one block of the vocabulary and keeps the block's best; a second kernel takes the best of all
+blocks. Within a block probabilities are relative to the block's largest logit, so that no program waits for the row's.
 
 A row with top-k, top-p or min-p keeps the tokens down to some rank. Its programs list the likeliest tokens of their blocks.
 The second kernel looks for the last kept token among those, because a list says down to which logit it is complete. Only if
@@ -40,8 +39,9 @@ LISTED, LINE = 32, 32
 # Bits of a token's id in its key, whose higher bits are its logit; how many ids there can be.
 ID_BITS = tl.constexpr(20)
 IDS = tl.constexpr(1 << 20)
-# The lowest logit of a token that can be drawn, in the order of `ordered`. What is behind all ids.
+# The lowest logit of a token that can be drawn, in the order of `ordered`; a key below all others. What is behind all ids.
 LOWEST = tl.constexpr(-2139095040)
+NO_KEY = tl.constexpr(-9223372036854775807)
 NO_ID = tl.constexpr(2147483647)
 # Tokens that are looked at together when a row is read again, and what a probability of 1 counts.
 TILE = tl.constexpr(2048)
@@ -185,7 +185,7 @@ def _race(
         return
     if temperature > 0:
         weights = tl.exp((x - tl.where(top == float("-inf"), 0.0, top)) / tl.maximum(temperature, MIN))
-        score = _noise(tl.load(words + row), ids) / weights
+        score = noise_of(tl.load(words + row), ids) / weights
     else:
         score = -x
     score = tl.where(is_nan, float("-inf"), tl.where(kept, score, float("inf")))
@@ -250,7 +250,7 @@ def _winners(
             limit = tl.max(tl.load(at + 4 * stride, mask=kept, other=LOWEST), 0)
             i = tl.arange(0, LIST)
             counts = tl.load(found + 5 * stride + row * blocks + i // LISTED, mask=i < blocks * LISTED, other=0)
-            keys = tl.load(lists + row * blocks * LISTED + i, mask=i % LISTED < counts, other=-9223372036854775807)
+            keys = tl.load(lists + row * blocks * LISTED + i, mask=i % LISTED < counts, other=NO_KEY)
             settings = (words, rows, row, largest, tl.maximum(temperature, MIN))
             winner, is_certain = _draw_kept(keys, reread, vocab_size, settings, limit, total, False)
             if not is_certain:
@@ -293,7 +293,7 @@ def _draw_kept(keys, logits, size, settings, limit, total, IN_ROW: tl.constexpr)
         some = _keys_of_row(logits, start, size) if IN_ROW else keys
         weights, ids = tl.exp((logit_of(some >> ID_BITS) - largest) / scale), _id(some)
         kept = (some >= low) & (weights >= min_p)
-        score = tl.where(kept, _noise(tl.load(words + row), ids) / weights, float("inf"))
+        score = tl.where(kept, noise_of(tl.load(words + row), ids) / weights, float("inf"))
         lowest = tl.min(score, 0)
         found = tl.min(tl.where(kept & (score == lowest), ids, NO_ID), 0)
         winner = tl.where(lowest < best, found, tl.where(lowest == best, tl.minimum(found, winner), winner))
@@ -383,12 +383,24 @@ def _id(keys):
 
 
 @triton.jit
-def _noise(key, ids):
-    """Return exponential noise of tokens: splitmix64 of a counter, as eyas.kernels.noise has it."""
-    z = key.to(tl.uint64, bitcast=True) + (ids + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+def _mixed(z):
+    """Mix as `eyas.kernels.noise` does."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    z = z ^ (z >> 31)
+    return z ^ (z >> 31)
+
+
+@triton.jit
+def row_key(seed, position):
+    """Return what the noise of a seed and a position, both int64, is hashed from, as `eyas.kernels.noise` has it."""
+    z = _mixed(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
+    return _mixed(z + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
+
+
+@triton.jit
+def noise_of(key, ids):
+    """Return exponential noise of tokens: splitmix64 of a counter, as eyas.kernels.noise has it. key: of `row_key`."""
+    z = _mixed(key.to(tl.uint64, bitcast=True) + (ids + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
     uniform = ((z >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16
     return (-tl.log(1.0 - uniform)).to(tl.float32)  # 1 - uniform is exact
 
@@ -418,6 +430,18 @@ def logit_of(bits):
     """Return the float of `ordered`."""
     bits = bits.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def rank_key(x, ids, kept):
+    """Return integers in the order of scores, of equal ones the lowest id first; NO_KEY where they are not kept."""
+    return tl.where(kept, (ordered(x).to(tl.int64) << 32) | (4294967295 - ids.to(tl.int64)), NO_KEY)
+
+
+@triton.jit
+def ranked_id(key):
+    """Return the id in a `rank_key`, whose score is `logit_of(key >> 32)`."""
+    return 4294967295 - (key & 4294967295)
 
 
 @triton.jit(do_not_specialize=["width", "shift"])
@@ -454,24 +478,22 @@ def _keep(logits, largest, temperatures, last, before, wanted, min_p, width, TIL
 
 @triton.jit
 def _block_keys(scores, keys, size, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the K largest keys of a block: an integer in the order of the score, then the id from the largest down."""
+    """Write the K largest of a block's `rank_key`."""
     row, block, blocks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    bits = ordered(tl.load(scores + row * size + ids, mask=ids < size, other=0.0))
-    key = (bits.to(tl.int64) << 32) | (4294967295 - ids.to(tl.int64))
-    key = tl.where(ids < size, key, -9223372036854775807)
+    key = rank_key(tl.load(scores + row * size + ids, mask=ids < size, other=0.0), ids, ids < size)
     for place in range(K):
         best = tl.max(key, 0)
         tl.store(keys + (row * blocks + block) * K + place, best)
-        key = tl.where(key == best, -9223372036854775807, key)
+        key = tl.where(key == best, NO_KEY, key)
 
 
 @triton.jit
 def _best_keys(keys, best, ids, count, K: tl.constexpr, BLOCK: tl.constexpr):
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    key = tl.load(keys + row * count + at, mask=at < count, other=-9223372036854775807)
+    key = tl.load(keys + row * count + at, mask=at < count, other=NO_KEY)
     for place in range(K):
         top = tl.max(key, 0)
         tl.store(best + row * K + place, logit_of(top >> 32))
-        tl.store(ids + row * K + place, 4294967295 - (top & 4294967295))
-        key = tl.where(key == top, -9223372036854775807, key)
+        tl.store(ids + row * K + place, ranked_id(top))
+        key = tl.where(key == top, NO_KEY, key)

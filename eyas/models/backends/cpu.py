@@ -19,17 +19,20 @@ from eyas.device.host import num_cores
 from eyas.device.placement import runs_compiled
 from eyas.errors import install_command
 from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, KeptStates, RowKeys
-from eyas.models.backends.packed_weights import MIN_SHARED_ROWS, NO_ROWS, NO_WEIGHT, PackedLinear
+from eyas.models.backends.packed_weights import (
+    MIN_SHARED_ROWS,
+    NO_ROWS,
+    NO_WEIGHT,
+    PackedLinear,
+    PackedProduct,
+    Product,
+)
 from eyas.models.inputs import PackedInputs
 
 if TYPE_CHECKING:
     from eyas.kernels.cpu.products import Helpers
-    from eyas.models.layers.norms import HeadLayout, RMSNorm
-from eyas.models.backends.packed_weights import PackedProduct, Product
-
-if TYPE_CHECKING:
-    from eyas.kernels.cpu.products import Helpers
     from eyas.models.layers.fused import FusedLayer
+    from eyas.models.layers.norms import HeadLayout, RMSNorm
 
 log = logging.getLogger(__name__)
 
@@ -260,13 +263,7 @@ class CpuRows:
         keys: RowKeys of the rows.
     """
 
-    def __init__(
-        self,
-        state: Tensor,
-        slots: Ints,
-        keys: Any,
-        inputs: Tensor | None = None,
-    ) -> None:
+    def __init__(self, state: Tensor, slots: Ints, keys: RowKeys, inputs: Tensor | None = None) -> None:
         self.state, self.normed, self.slots = state, torch.empty_like(state), slots
         self.inputs = self.normed if inputs is None else inputs
         self.keys = keys

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from eyas.models.backends.cuda import KernelBackend
 
 Out = TypeVar("Out")
-Item = TypeVar("Item")
 
 MAX_GRAPH_ROWS = 1024  # the device computes a longer pass for longer than its launches take
 FOR_GRAPHS = (

@@ -432,13 +432,9 @@ def _library_layout(weight: Tensor) -> Tensor:
 
 
 def in_blocks(weight: Tensor) -> Tensor:
-    """Return a weight [N, K] as `eyas.kernels.cpu.products` reads it: [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]. Zeros fill it
-    up.
+    """Return a weight [N, K] in the shape in which `eyas.kernels.cpu.products` reads it, often a view of it:
+    [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]. Zeros fill it up.
     """
-    return _blocks_of(weight).contiguous()
-
-
-def _blocks_of(weight: Tensor) -> Tensor:
     filled = F.pad(weight, (0, 0, 0, -len(weight) % BLOCK_OUTPUTS)) if len(weight) % BLOCK_OUTPUTS else weight
     return filled.view(-1, BLOCK_OUTPUTS, weight.shape[1]).transpose(1, 2)
 
@@ -496,7 +492,7 @@ def _fill(layout: Tensor, part: Tensor, scale: float) -> bool:
     narrow = scaled.to(layout.dtype)
     if layout.dtype != torch.float32 and not torch.equal(narrow.float(), scaled):
         return False
-    layout.copy_(_blocks_of(narrow) if layout.dim() == 3 else narrow)
+    layout.copy_(in_blocks(narrow) if layout.dim() == 3 else narrow)
     return True
 
 

@@ -88,11 +88,6 @@ class PassSizes:
         """Return bytes of hidden states: of the residual stream, and of collected layers, one by one and side by side."""
         return rows * (4 + 2 * self.num_aux) * self.hidden * self.itemsize
 
-    def peak(self, rows: int, num_logits: int, results: int) -> int:
-        """Return the most bytes in use at once; an allocator that reuses no block of layers for logits takes more."""
-        # Layers and logits do not live at once: the hidden states are all that the output head needs.
-        return max(self.layers(rows, results), self.states(rows) + self.logits(num_logits))
-
 
 def output_bytes(sizes: PassSizes, rows: int) -> int:
     """Return the bytes that all graphs together keep for their outputs: logits and hidden states of the largest, which all

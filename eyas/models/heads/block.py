@@ -32,7 +32,6 @@ from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
     WIRING_KEY,
-    Checkpoint,
     CheckpointSource,
     check_tensors,
     open_checkpoint,
@@ -363,7 +362,7 @@ def load_block_head(
     check_device(dtype, device)
     checkpoint, target = open_checkpoint(checkpoint), open_checkpoint(target)
     config = read_block_config(checkpoint, target.text_config, wiring)
-    tensors = _read_block_tensors(checkpoint, config)
+    tensors = checkpoint.tensors_of(canonical_name, block_tensor_shapes(config), block_optional_tensors(config))
     head = new_block_head(config, target, dtype)
     ids = torch.arange(config.draft_vocab_size)
     # d2t holds differences: draft id i is the target's id i + d2t[i].
@@ -419,10 +418,7 @@ def load_block_fuser(
     """Load only the part of a block head that runs beside the target: fc and the norm behind it. Raises CheckpointError."""
     checkpoint = open_checkpoint(checkpoint)
     config = read_block_config(checkpoint, open_checkpoint(target).text_config, wiring)
-    expected = block_fuser_shapes(config)
-    files = {canonical_name(name): name for name in checkpoint.files}
-    tensors = {name: checkpoint.tensor((files[name],)) for name in expected if name in files}
-    check_tensors(tensors, expected, (), checkpoint.folder)
+    tensors = checkpoint.part_of(canonical_name, block_fuser_shapes(config))
     weight, norm = (tensors[name].to(getattr(torch, dtype)) for name in ("fc.weight", "hidden_norm.weight"))
     fuser = LinearFuser(weight, config.aux_hidden_state_layers, eps=config.rms_norm_eps, output_norm=norm)
     return fuser.to(torch.device(device))
@@ -453,12 +449,3 @@ def block_tensors(head: BlockHead) -> dict[str, Tensor]:
         tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
     optional = block_optional_tensors(c)
     return {name: tensor for name, tensor in tensors.items() if name not in FROZEN or name not in optional}
-
-
-def _read_block_tensors(checkpoint: Checkpoint, config: BlockHeadConfig) -> dict[str, Tensor]:
-    expected, tensors = block_tensor_shapes(config), {}
-    for name, tensor in checkpoint.tensors().items():
-        known = canonical_name(name)
-        tensors[known if known in expected else name] = tensor  # the error message names an unknown tensor as it is
-    check_tensors(tensors, expected, block_optional_tensors(config), checkpoint.folder)
-    return tensors

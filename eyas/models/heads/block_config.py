@@ -370,28 +370,23 @@ def _sizes_json(c: BlockHeadConfig) -> dict[str, Any]:
 
 def _parts_json(c: BlockHeadConfig) -> dict[str, Any]:
     """Return what distinguishes the kinds."""
-    scaled = {"output_multiplier": c.multiplier} if c.multiplier != 1 else {}
-    capped = {"final_logit_softcapping": c.softcap} if c.softcap else {}
+    parts: dict[str, Any] = {}
+    if c.multiplier != 1:
+        parts["output_multiplier"] = c.multiplier
+    if c.softcap:
+        parts["final_logit_softcapping"] = c.softcap
     if c.kind == "dspark":
-        return (
-            scaled
-            | capped
-            | {
-                "markov_rank": c.markov_rank,
-                "markov_head_type": c.markov_kind,
-                "enable_confidence_head": c.confidence,
-                "confidence_head_with_markov": c.confidence_with_markov,
-            }
-        )
+        parts |= {
+            "markov_rank": c.markov_rank,
+            "markov_head_type": c.markov_kind,
+            "enable_confidence_head": c.confidence,
+            "confidence_head_with_markov": c.confidence_with_markov,
+        }
     if c.kind == "dflash2":
-        return (
-            scaled
-            | capped
-            | {
-                "conv_kernel_size": c.conv_kernel,
-                "conv_group_size": c.conv_group,
-                "selector_rank": c.selector_rank,
-                "selector_top_k": c.selector_top_k,
-            }
-        )
-    return scaled | capped
+        parts |= {
+            "conv_kernel_size": c.conv_kernel,
+            "conv_group_size": c.conv_group,
+            "selector_rank": c.selector_rank,
+            "selector_top_k": c.selector_top_k,
+        }
+    return parts

@@ -80,8 +80,6 @@ class EagleHead(nn.Module):
         embedding, lm_head: the head's own or the target's.
     """
 
-    # Rows of trees without the attention kernel have buffers of their own, see `eyas.drafters.trees.rows`.
-    rows_in_slots = False
     num_modules = 1
 
     def __init__(
@@ -284,12 +282,8 @@ def load_head(
     check_device(dtype, device)
     checkpoint, target = open_checkpoint(checkpoint), open_checkpoint(target)
     config = read_head_config(checkpoint, target.text_config, kind, wiring)
-    expected = tensor_shapes(config)
-    tensors = {}
-    for name, tensor in checkpoint.tensors().items():
-        known = canonical_name(name, kind)
-        tensors[known if known in expected else name] = tensor  # the error message names an unknown tensor as it is
-    check_tensors(tensors, expected, optional_tensors(config), checkpoint.folder)
+    rename = partial(canonical_name, kind=kind)
+    tensors = checkpoint.tensors_of(rename, tensor_shapes(config), optional_tensors(config))
     if "d2t" in tensors:
         check_draft_vocabulary(config.vocab_size, tensors, checkpoint.folder)
     embedding, lm_head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
@@ -323,10 +317,7 @@ def load_fuser(
     """
     checkpoint = open_checkpoint(checkpoint)
     config = read_head_config(checkpoint, open_checkpoint(target).text_config, kind, wiring)
-    expected = fuser_shapes(config)
-    files = {canonical_name(name, kind): name for name in checkpoint.files}
-    tensors = {name: checkpoint.tensor((files[name],)) for name in expected if name in files}
-    check_tensors(tensors, expected, (), checkpoint.folder)
+    tensors = checkpoint.part_of(partial(canonical_name, kind=kind), fuser_shapes(config))
     return _fuser(config, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}).to(
         torch.device(device)
     )

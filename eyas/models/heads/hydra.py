@@ -5,9 +5,8 @@ Legend: R rows, M heads, n residual blocks of each, H target hidden, d head widt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,13 +62,6 @@ class HydraHead(nn.Module):
         self.register_buffer("draft_ids", draft_ids)
         self.draft_ids: Tensor
 
-    def quantise(self, device: torch.device) -> None:
-        """Round the weights of all products to 8 bits. Raises ConfigError as `quantise_head`."""
-        quantise_head(self, device)  # those of the prefix layer
-        for head in self.heads:
-            assert isinstance(head, HydraMLP)
-            head.quantise(device)
-
     def logits(self, inputs: Tensor, head: int) -> Tensor:
         """Return draft logits float32 [..., D] of one head.
 
@@ -88,33 +80,16 @@ class HydraMLP(nn.Module):
 
     def __init__(self, blocks: Sequence[tuple[Tensor, Tensor]], output: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(frozen(weight) for weight, _ in blocks)
-        self.biases = nn.ParameterList(frozen(bias) for _, bias in blocks)
-        self.output = frozen(output)
-        self.bias = None if bias is None else frozen(bias)
-        self.narrow: nn.ModuleList | None = None  # blocks and output layer with weights of 8 bits
-
-    def quantise(self, device: torch.device) -> None:
-        """Round all weights to 8 bits. Raises ConfigError as `quantise_head`."""
-        blocks = [linear(weight, bias) for weight, bias in zip(self.weights, self.biases, strict=True)]
-        quantise_head(narrow := nn.ModuleList([*blocks, linear(self.output, self.bias)]), device)
-        self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
-        self.narrow, self.output = narrow, frozen(self.output[:0].clone())
+        self.blocks: Any = nn.ModuleList(linear(*block) for block in blocks)
+        self.output = linear(output, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *others, output = self._products()
+        first, *others = self.blocks
         residual, gate = first(x).chunk(2, -1)
         x = residual + F.silu(gate)
-        for product in others:
-            x = x + F.silu(product(x))
-        return output(x)
-
-    def _products(self) -> list[Callable[[Tensor], Tensor]]:
-        """Yield the products of the blocks and of the output layer."""
-        if self.narrow is not None:
-            return list(self.narrow)
-        pairs = [*zip(self.weights, self.biases, strict=True), (self.output, self.bias)]
-        return [partial(F.linear, weight=weight, bias=bias) for weight, bias in pairs]
+        for block in others:
+            x = x + F.silu(block(x))
+        return self.output(x)  # type: ignore[no-any-return]
 
 
 class PrefixLayer(nn.Module):
@@ -176,7 +151,7 @@ def load_hydra(
     heads = [_head(cast, config, index) for index in range(config.num_heads)]
     head = HydraHead(heads, embedding.to(getattr(torch, dtype)), ids, prefix).to(torch.device(device))
     if quantization:
-        head.quantise(torch.device(device))
+        quantise_head(head, torch.device(device))
     return head
 
 

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from eyas.config.file_values import get_setting
-from eyas.errors import CheckpointError, ConfigError
+from eyas.device.placement import check_e4m3
+from eyas.errors import CheckpointError
 from eyas.kernels.arguments import LayerSlots, Projected
 from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain import layers as plain
 from eyas.models.layers.norms import HeadLayout
 
-# Weights of 8 bits, and the first GPUs that have them.
+# Weights of 8 bits.
 FLOAT8 = torch.float8_e4m3fn
-E4M3_CAPABILITY = (8, 9)
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -207,12 +207,7 @@ def quantise_head(head: nn.Module, device: torch.device) -> None:
 
     Raises ConfigError for a GPU without such numbers.
     """
-    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < E4M3_CAPABILITY:
-        gpu = torch.cuda.get_device_name(device)
-        raise ConfigError(
-            f"drafting.quantization is fp8, which {gpu} does not have: its compute capability is {capability[0]}."
-            f"{capability[1]}, and 8.9 is the first. Leave it empty"
-        )
+    check_e4m3("drafting.quantization is fp8", device, "Leave it empty")
     for parent in list(head.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, nn.Linear):

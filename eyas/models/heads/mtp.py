@@ -142,7 +142,6 @@ class MtpHead:
     """
 
     compiled = None
-    rows_in_slots = True
 
     def __init__(self, shared: TargetModel, modules: Sequence[MtpModule], wiring: HeadWiring) -> None:
         self._shared, self._modules, self.wiring = shared, modules, wiring

@@ -19,7 +19,6 @@ from torch import Tensor
 from eyas.arrays import Ints
 from eyas.cache.kv_cache import KVCache
 from eyas.errors import CheckpointError
-from eyas.kernels.arguments import Projected
 from eyas.kernels.by_device import rank
 from eyas.models.checkpoint import CheckpointSource, open_checkpoint
 from eyas.models.heads.block import BlockHead, load_block_head
@@ -150,29 +149,15 @@ def validate_head(
     """
     head, target_checkpoint = open_checkpoint(head), open_checkpoint(target_checkpoint)
     loaded = load_head(head, target_checkpoint, dtype, device, kind)
-    stated = loaded.config.wiring
+    stated, outputs = loaded.config.wiring, list[Output]()
     if kind != "eagle":
         fuser: FeatureFuser = load_fuser(head, target_checkpoint, dtype, device, kind=kind)
         wirings = _plausible_wirings(stated, int(target.config.num_hidden_layers))
+        if loaded.norm is not None:
+            outputs = ["state", "normed", "bare"] if kind == "eagle3" else ["state", "bare"]
     else:
         fuser, wirings = FeatureFuser(loaded.config.hidden), [stated]
-    fuser = fuser.to(target.dtype)
-    layers = sorted({layer for wiring in wirings for layer in wiring.aux_hidden_state_layers})
-    windows = observe(target, target_checkpoint, layers)
-
-    def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
-        return _score(loaded, fuser, wiring, windows)
-
-    scores = [score(wirings[0], windows)]
-    scores += compared(scores[0], wirings[1:], windows, score)
-    # The output of the head depends on its wiring, so the best layers are found first, then the best output.
-    if kind != "eagle" and loaded.norm is not None:
-        best = _top(scores)
-        outputs: tuple[Output, ...] = ("state", "normed", "bare") if kind == "eagle3" else ("state", "bare")
-        others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
-        scores += compared(best, others, windows, score)
-    tops = torch.cat([window.tops[1:] for window in windows])
-    return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
+    return _try_wirings(target, target_checkpoint, loaded, fuser.to(target.dtype), wirings, outputs)
 
 
 @torch.inference_mode()
@@ -187,17 +172,29 @@ def validate_mtp_head(
     num_layers = int(target.config.num_hidden_layers)
     features = [stated.aux_hidden_state_layers, (FINAL_NORM_OUTPUT,), (num_layers,)]
     wirings = [replace(stated, aux_hidden_state_layers=layers) for layers in dict.fromkeys(features)]
-    windows = observe(target, target_checkpoint, [FINAL_NORM_OUTPUT, num_layers])
-    fuser = FeatureFuser(loaded.config.hidden)
+    return _try_wirings(target, target_checkpoint, loaded, FeatureFuser(loaded.config.hidden), wirings, ["state", "normed"])
+
+
+def _try_wirings(
+    target: TargetModel,
+    target_checkpoint: CheckpointSource,
+    head: EagleHead | MtpHead,
+    fuser: FeatureFuser,
+    wirings: Sequence[HeadWiring],
+    outputs: Sequence[Output],
+) -> WiringReport:
+    """Score wirings, the stated one first, and then the best of them with other outputs."""
+    windows = observe(target, target_checkpoint, sorted({layer for w in wirings for layer in w.aux_hidden_state_layers}))
 
     def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
-        return _score(loaded, fuser, wiring, windows)
+        return _score(head, fuser, wiring, windows)
 
     scores = [score(wirings[0], windows)]
     scores += compared(scores[0], wirings[1:], windows, score)
+    # The output of the head depends on its wiring, so the best layers are found first, then the best output.
     best = _top(scores)
-    other: Output = "state" if best.wiring.output == "normed" else "normed"
-    scores += compared(best, [replace(best.wiring, output=other)], windows, score)
+    others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
+    scores += compared(best, others, windows, score)
     tops = torch.cat([window.tops[1:] for window in windows])
     return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
 
@@ -379,22 +376,12 @@ def _guess(head: EagleHead | MtpHead, fuser: FeatureFuser, wiring: HeadWiring, w
     """
     states = torch.cat([window.hidden_states[layer] for layer in wiring.aux_hidden_state_layers], -1)
     # Pairs are (feature i, token i + 1), as EAGLE was trained: the last feature has no token yet.
-    features = fuser(states).to(head.dtype)[:-1]
-    tokens, positions = window.tokens[1:], torch.arange(len(features), device=features.device)
-    if isinstance(head, MtpHead):
-        slots = _WindowSlots(head, window.tokens.cpu().numpy())
-        states = slots.first(features)
-        module = min(1, head.num_modules - 1)
-        logits = head.module_logits(0, states), head.module_logits(module, slots.second(states[:-1]))
-        return _judge_logits(head, logits[0], window, 1), _judge_logits(head, logits[1], window, 2)
-    attention = _WindowAttention(positions[:, None] >= positions)
-    states = head.run(features, tokens, positions, attention.first)
+    slots = _WindowSlots(head, window.tokens.cpu().numpy())
+    states = slots.first(fuser(states).to(head.dtype)[:-1])
     first = _judge_logits(head, head.raw_logits(states), window, 1)
-    inputs, followers = states[:-1], tokens[1:]
-    if head.mask_feature is not None and head.config.mask_token_id is not None:  # P-EAGLE has parallel rows instead
-        inputs, followers = head.mask_feature.expand_as(inputs), torch.full_like(followers, head.config.mask_token_id)
-    states = head.run(inputs, followers, positions[1:], attention.second)
-    return first, _judge_logits(head, head.raw_logits(states), window, 2)
+    states = slots.second(states[:-1])
+    logits = head.module_logits(1, states) if isinstance(head, MtpHead) and head.num_modules > 1 else head.raw_logits(states)
+    return first, _judge_logits(head, logits, window, 2)
 
 
 def _judge_logits(head: EagleHead | MtpHead, logits: Tensor, window: Window, offset: int) -> Tensor:
@@ -425,7 +412,7 @@ class _WindowSlots:
         tokens: of the window, [T].
     """
 
-    def __init__(self, head: MtpHead, tokens: Ints) -> None:
+    def __init__(self, head: EagleHead | MtpHead, tokens: Ints) -> None:
         self._head = head
         self._tokens = tokens
         self._rows = np.arange(len(tokens) - 1)
@@ -438,44 +425,20 @@ class _WindowSlots:
 
     def second(self, states: Tensor) -> Tensor:
         """Run the pairs that follow, behind states [T - 2, H]; row i sees the window's pairs up to i, and itself. Of several
-        modules the second runs them, and its rows see one another.
+        modules the second runs them, and its rows see one another. P-EAGLE has mask rows instead.
         """
-        if self._head.num_modules > 1:
-            rows = self._rows[:-1]
-            return self._run(states, [Segment(self._tokens[2:], rows, rows, rows[:0], None, rows)], module=1)
-        rows = self._rows
+        head, rows, tokens = self._head, self._rows, self._tokens[2:]
+        if isinstance(head, MtpHead) and head.num_modules > 1:
+            packed = pack([Segment(tokens, rows[:-1], rows[:-1], rows[:0], None, rows[:-1])], states.device)
+            return head.run_module(1, states, packed, self._kv)
+        if isinstance(head, EagleHead) and head.mask_feature is not None:
+            states, tokens = head.mask_feature.expand_as(states), np.full_like(tokens, head.config.mask_token_id)
         one = np.zeros(1, dtype=np.int64)
         segments = [
-            Segment(self._tokens[i + 2 : i + 3], one + i + 1, one + len(rows) + i, rows[: i + 1], None, one)
+            Segment(tokens[i : i + 1], one + i + 1, one + len(rows) + i, rows[: i + 1], None, one)
             for i in range(len(states))
         ]
         return self._run(states, segments)
 
-    def _run(self, features: Tensor, segments: Sequence[Segment], module: int = 0) -> Tensor:
-        return self._head.run_module(module, features, pack(segments, features.device), self._kv)
-
-
-class _WindowAttention:
-    """Attention over a window's pairs of feature and token, and over the pairs that follow each of them."""
-
-    def __init__(self, causal: Tensor) -> None:
-        self._causal = causal
-        self._rows: dict[int, Projected] = {}
-
-    def first(self, layer: int, rows: Projected) -> Tensor:
-        """Attend: row i sees the window's pairs up to i."""
-        self._rows[layer] = rows
-        return _attend(rows.query, rows.key, rows.value, self._causal)
-
-    def second(self, layer: int, rows: Projected) -> Tensor:
-        """Attend: row i sees the window's pairs up to i, and itself."""
-        window, count = self._rows[layer], len(rows.query)
-        own = torch.eye(count, dtype=torch.bool, device=rows.query.device)
-        keys, values = torch.cat([window.key, rows.key]), torch.cat([window.value, rows.value])
-        return _attend(rows.query, keys, values, torch.cat([self._causal[:count], own], 1))
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor) -> Tensor:
-    """Return the attention of query [R, heads, d] over key and value [K, kv heads, d]; visible [R, K]."""
-    q, k, v = (rows.transpose(0, 1)[None] for rows in (query, key, value))
-    return F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True)[0].transpose(0, 1)
+    def _run(self, features: Tensor, segments: Sequence[Segment]) -> Tensor:
+        return self._head.run_slots(features, pack(segments, features.device), self._kv)

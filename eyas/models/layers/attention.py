@@ -147,40 +147,12 @@ def attend_layer(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Run `attend_slots` over a layer of the KV cache. Attention is linear in the scales of keys, within, and values,
-    behind.
+    """Run a pass's own attention, or else `attend`, over a layer of the KV cache, once keys and values are in their slots.
+    Attention is linear in the scales of keys, within, and values, behind.
     """
     keys, values, scales = kv_cache.keys[layer], kv_cache.values[layer], kv_cache.scales[layer]
-    out = attend_slots(query, keys, values, packed, scaling * scales.key, window, softcap, sinks)
+    out = (packed.attend or attend)(query, keys, values, packed, scaling * scales.key, window, softcap, sinks)
     return out if scales.value == 1 else out * scales.value
-
-
-def attend_slots(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: PackedInputs,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Return the attention of a pass in the way that its inputs ask for, as `attend`, once keys and values are in their
-    slots.
-    """
-    group = packed.groups[0] if packed.metadata is None and packed.groups else None
-    if group is not None and group.covers_pass and group.shape[0] == 1 and packed.attend is None:
-        # a pass of one segment needs no copy of its rows, and none of keys in consecutive slots
-        num_rows, num_heads, width = query.shape
-        bias = packed.bias(0, window, query.dtype, num_heads // keys.shape[1])
-        # [H, R, D] as J groups of (H / J) * R queries: grouped-query attention by plain batched attention.
-        q = query.transpose(0, 1).reshape(1, keys.shape[1], -1, width)
-        k, v = (rows[None].transpose(1, 2) for rows in _gather_both(keys, values, group, query.dtype))
-        sinks = _sink_of_rows(sinks, keys.shape[1], num_rows)
-        attended = masked_attention(q, k, v, bias, scaling, softcap, sinks)  # of any layout
-        return attended.reshape(num_heads, num_rows, -1).transpose(0, 1)
-    attend_rows = packed.attend or attend
-    return attend_rows(query, keys, values, packed, scaling, window, softcap, sinks)
 
 
 def attend(
@@ -244,10 +216,10 @@ def _over_groups(
 
     attend_group: attends from the cells of a group, by its number, as [B * Q, H, width].
     """
+    if packed.groups and packed.groups[0].covers_pass:
+        return attend_group(0, packed.groups[0], query)
     out = query.new_empty(*query.shape[:2], width)
     for index, group in enumerate(packed.groups):
-        if group.covers_pass:
-            return attend_group(index, group, query)
         rows = group.rows.flatten()
         attended = attend_group(index, group, query.index_select(0, rows))
         # Cells of padding are dropped before the rest goes to its packed rows.

@@ -34,8 +34,8 @@ BUDGET = TreeBudget(8, 3)
 NOISES = [NoiseKey(0), NoiseKey(9, 0.8), NoiseKey(2**64 - 1, 1.2, top_k=9, top_p=0.9)]
 
 
-def make(target: str, head: str) -> EagleDrafter:
-    shape, config = replace(SHAPE, top_k=8), DraftingConfig(2048, ranking_temperature=1)
+def make(target: str, head: str, emulated: str = "") -> EagleDrafter:
+    shape, config = replace(SHAPE, top_k=8), DraftingConfig(2048, ranking_temperature=1, emulated_device=emulated)
     return EagleDrafter(load_head(head, target), shape, config, num_grown_slots=NUM_GROWN_SLOTS)
 
 
@@ -282,8 +282,8 @@ def test_filtered_tokens_take_no_node_of_a_pruned_tree(tiny_target: str, tiny_he
 def test_a_hit_does_not_wait_for_the_level_that_grows(vocab_size: int, tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", vocab_size)
     head = write_head(tmp_path / "head", vocab_size, vocab_size - 24)
-    eagle, clock = make(str(target), str(head)), VirtualClock()
-    eagle.emulate(EmulatedDevice(flat("slow", draft_level=1e6), clock))
+    eagle, clock = make(str(target), str(head), "1ms"), VirtualClock()
+    eagle.device = EmulatedDevice(flat("slow", draft_level=1e6), clock)
     drafter, first = DraftAheadDrafter(eagle, AHEAD), session("a", 9)
     (tree,) = drafter.propose([first])
     assert drafter.draft_ahead()

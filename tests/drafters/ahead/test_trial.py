@@ -330,8 +330,8 @@ def test_only_nodes_behind_a_predicted_state_are_repaired(
     tiny_target: str, tiny_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tree grown on demand has none; after a hit, all below the new root are. The log names passes that repair."""
-    eagle, log = make(tiny_target, tiny_head), tmp_path / "log"
-    eagle.emulate(EmulatedDevice(replace(flat("short", draft_level=1.0), log=str(log)), VirtualClock()))
+    eagle, log = make(tiny_target, tiny_head, "1ms"), tmp_path / "log"
+    eagle.device = EmulatedDevice(replace(flat("short", draft_level=1.0), log=str(log)), VirtualClock())
     drafter, first = DraftAheadDrafter(eagle, AHEAD), session("a", 9)
     (tree,) = last_of(drafter, [first])
     work(drafter)

@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters import neural
-from eyas.drafters.eagle import MAX_SHARING_SESSIONS
 from eyas.drafters.mtp import MtpDrafter
 from eyas.models.heads.eagle_config import HeadWiring, Output
 from eyas.models.heads.mtp import load_mtp_head
@@ -43,9 +42,9 @@ def commit(name: str, tokens: list[int], features: torch.Tensor, base: int, end:
     return Commit(name, 0, base, tuple(tokens[base:end]), features[max(base - 1, 0) : end - 1], noise, budget)
 
 
-def make(folder: str, output: Output = "normed") -> MtpDrafter:
+def make(folder: str, output: Output = "normed", max_batch: int = 64) -> MtpDrafter:
     head = load_mtp_head(folder, folder, wiring=HeadWiring((FINAL_NORM_OUTPUT,), output=output))
-    return MtpDrafter(head, SHAPE, DraftingConfig(ranking_temperature=1.0))
+    return MtpDrafter(head, SHAPE, DraftingConfig(ranking_temperature=1.0, cuda_graph_max_batch=max_batch))
 
 
 def assert_same(tree: object, nodes: list[Node], root: int) -> None:
@@ -104,10 +103,10 @@ def test_a_part_of_short_sessions_alone_gets_no_trees(tmp_path: Path, monkeypatc
     assert make(folder).propose([long, short]) == [alone, DraftTree.root_only(short.tokens[-1])]
 
 
-def test_more_sessions_than_share_slots_get_their_own_trees(folders: dict[str, str]) -> None:
-    sessions = [session(seed, 12) for seed in range(MAX_SHARING_SESSIONS + 2)]
+def test_more_sessions_than_grow_together_get_their_own_trees(folders: dict[str, str]) -> None:
+    sessions = [session(seed, 12) for seed in range(10)]
     contexts = [commit(f"{i}", tokens, features, 0, 12, GREEDY) for i, (tokens, features) in enumerate(sessions)]
-    together = make(folders["llama"]).propose(contexts)
+    together = make(folders["llama"], max_batch=8).propose(contexts)
     alone = [make(folders["llama"]).propose([context])[0] for context in contexts[-3:]]
     for tree, own in zip(together[-3:], alone, strict=True):
         assert isinstance(tree, DraftTree)

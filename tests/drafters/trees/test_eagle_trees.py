@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
-from eyas.drafters.eagle import MAX_SHARING_SESSIONS, EagleDrafter
+from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.trees.growth import Candidates, grow_dynamic, select_nodes, trees_from_columns
 from eyas.drafters.trees.rows import GrowthShape
 from eyas.drafters.trees.scoring import noise_words
@@ -80,12 +80,12 @@ def test_kernels_grow_the_trees_of_the_plain_path(
     kernels = pytest.importorskip("eyas.kernels.cpu.drafting", reason="numba is not installed")
     head = load_head(tiny_head if kind == "eagle3" else f"{tiny_head}/eagle1", tiny_target, kind=kind)
     assert head.compiled
-    sessions = [session(seed, 24) for seed in range(MAX_SHARING_SESSIONS + 2)]
+    sessions = [session(seed, 24) for seed in range(18)]
     drafts = []
     budgets = [TreeBudget(14, 4), TreeBudget(5, 1), TreeBudget(2, 3), TreeBudget(9, 2), TreeBudget(1, 0)]
     for compiled in (head.compiled, None):
         head.compiled = compiled
-        drafter = EagleDrafter(head, SHAPE, DraftingConfig(ranking_temperature=0.8))
+        drafter = EagleDrafter(head, SHAPE, DraftingConfig(ranking_temperature=0.8, cuda_graph_max_batch=16))
         for base, end in ((0, 1), (1, 16), (16, 18), (18, 24)):
             drafts += drafter.propose(
                 [

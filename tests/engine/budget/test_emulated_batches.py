@@ -26,9 +26,10 @@ def emulated_engine(target: str, head: str, batch: int, policy: DraftBudgetPolic
     assert fuser is not None
     drafter = None
     if policy:
-        drafter = DraftHead(head, "eagle3").build_drafter(target, "float32", "cpu", TREE, DraftingConfig(16384))
+        drafting = DraftingConfig(16384, emulated_device="eagle3-8b@h200")
+        drafter = DraftHead(head, "eagle3").build_drafter(target, "float32", "cpu", TREE, drafting)
         assert isinstance(drafter, NeuralDrafter)
-        drafter.emulate(EmulatedDevice(DeviceCosts.read("eagle3-8b@h200"), clock))
+        drafter.device = EmulatedDevice(DeviceCosts.read("eagle3-8b@h200"), clock)
     config = EngineConfig(
         max_kv_tokens=batch * (TOKENS + 40) + ALONE, max_num_seqs=batch, draft_budget=policy or "fixed", emulated_device=H200
     )

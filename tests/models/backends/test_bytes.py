@@ -69,7 +69,7 @@ def test_unpacked_weights_take_a_byte_and_keep_every_bit(kind: str, sizes: tuple
     assert product.weight.stored == BYTES
     assert torch.equal(product.weight.dense, weight)
     expected = PackedProduct(weight)
-    expected.weight = PackedWeight(in_blocks(weight), *sizes)
+    expected.weight = PackedWeight(in_blocks(weight).contiguous(), *sizes)
     assert expected.weight.stored == FLOATS
     for count in range(1, 21):
         assert torch.equal(product(rows[:count]), expected(rows[:count]))

@@ -94,7 +94,7 @@ def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:
     keys = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
     with recorded(launches.append):
         for level in range(1, 8):
-            levels = levels.level(level, torch.zeros(64, 10, dtype=torch.int64))
+            levels = levels.level(level, *torch.zeros(2, 64, 10, dtype=torch.int64))
             attend(torch.zeros(640, 32, 128, dtype=torch.bfloat16), keys, keys, levels.packed, 1.0)
     parts = [launch for launch in launches if launch.function.__name__ == "_attend_parts"]
     assert [keys_read(launch) for launch in parts] == [sum(lengths) + 64 * 10 * level for level in range(1, 8)]

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from eyas.models.inputs import pack
-from eyas.models.layers.attention import attend, attend_slots
+from eyas.models.layers.attention import attend
 from tests.support.devices.random_passes import make_pass
 
 
@@ -23,4 +23,4 @@ def test_one_segment_takes_results_of_any_layout(monkeypatch: pytest.MonkeyPatch
         return library(*args, **named).transpose(1, 2).contiguous().transpose(1, 2)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", by_rows)
-    torch.testing.assert_close(attend_slots(query, keys, values, packed, 0.25), expected)
+    torch.testing.assert_close(attend(query, keys, values, packed, 0.25), expected)

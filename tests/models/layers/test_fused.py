@@ -287,7 +287,7 @@ def test_a_thread_that_fails_ends_the_pass_of_all(fails_here: bool) -> None:
     with pytest.raises(MemoryError, match="no room"):
         helpers.run(fail, tickets=tickets)
     assert passed == [products.FAILED]  # the other thread has ended, and finds no part in later phases
-    rows, weight = torch.randn(4, 32), in_blocks(torch.randn(32, 32).half())
+    rows, weight = torch.randn(4, 32), in_blocks(torch.randn(32, 32).half()).contiguous()
     expected, out = np.empty((4, 32), np.float32), np.empty((4, 32), np.float32)
     arguments = rows.numpy(), weight.data_ptr(), HALVES
     products.multiply_weight(*arguments, expected)
