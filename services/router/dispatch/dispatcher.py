@@ -28,9 +28,9 @@ from eyas.rpc.convert import chunk_from_proto, generate_call_to_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import is_connection_error, status_error
 from eyas.services.discovery.redis_registry import Placement, Registry
-from eyas.services.router.dispatch.chunk_feed import FedCall
 from eyas.services.router.dispatch.poison import ISOLATION_S, Attempt, PoisonDetector
 from eyas.services.router.dispatch.routing import Pair, RoutingRequest
+from eyas.services.router.dispatch.verifier_feed import FedCall, FeedLost
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1 import generation_pb2
@@ -170,7 +170,7 @@ class Dispatcher:
             except (Unavailable, Overloaded, RequestFailed) as error:
                 reason = (call.request.id, pair.verifier.address, _log_reason(error))
                 log.warning("request %s: verifier %s: %s", *reason, extra={"rate_limited": True})
-                if isinstance(error, Unavailable):
+                if isinstance(error, Unavailable) and not isinstance(error, FeedLost):
                     self._workers.record_failure(pair.verifier)
                 if isinstance(error, WorkerLost) and state.lose(pair, attempt):
                     raise self._poison.refuse(call, attempt, state.lost) from error

@@ -19,8 +19,8 @@ from eyas.rpc.channel import Metadata, Peers
 from eyas.rpc.identity import Pem
 from eyas.rpc.messages import Lease
 from eyas.services.discovery.base import Discovery, cancel_task
-from eyas.services.router.dispatch.chunk_feed import ChunkFeed
 from eyas.services.router.dispatch.routing import Pair, RoutingRequest, WorkerSnapshot, pick
+from eyas.services.router.dispatch.verifier_feed import VerifierFeed
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 
@@ -41,7 +41,7 @@ class _Connection:
 
     channel: grpc.aio.Channel
     identity: Pem
-    feed: ChunkFeed
+    feed: VerifierFeed
 
     async def close(self) -> None:
         await self.feed.close()
@@ -121,7 +121,7 @@ class WorkerPool:
         """Return the channel to a worker; it stays open between requests."""
         return self._connection(worker).channel
 
-    def feed(self, worker: Lease) -> ChunkFeed:
+    def feed(self, worker: Lease) -> VerifierFeed:
         """Return the feed of a verifier's chunks."""
         return self._connection(worker).feed
 
@@ -129,7 +129,7 @@ class WorkerPool:
         if worker.incarnation not in self._connections:
             identity = self._peers.identity
             channel = self._peers.open_channel(worker.address)
-            self._connections[worker.incarnation] = _Connection(channel, identity, ChunkFeed(channel, self._peers))
+            self._connections[worker.incarnation] = _Connection(channel, identity, VerifierFeed(channel, self._peers))
         return self._connections[worker.incarnation]
 
     @property
