@@ -208,6 +208,14 @@ class SamplingBody(UnusedFields):
     def _read_names_of_others(cls, data: Any) -> Any:
         return translated(data, field_names(cls)) if isinstance(data, dict) else data
 
+    def chat_with(self, **fields: Any) -> ChatBody:
+        """Return the chat that another API's body asks for, with usage in its events. Raises InvalidRequest.
+
+        fields: those that are not shared; None leaves one out.
+        """
+        shared = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
+        return chat_body(**{"stream_options": {"include_usage": True}} | shared | fields | {"stream": True})
+
 
 class Body(SamplingBody):
     """The fields of OpenAI's completions and chat completions."""

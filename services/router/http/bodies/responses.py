@@ -11,7 +11,7 @@ from pydantic import FailFast, Field, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies.base import StrictModel, Text, one_or_list
-from eyas.services.router.http.bodies.openai import ChatBody, SamplingBody, chat_body
+from eyas.services.router.http.bodies.openai import ChatBody, SamplingBody
 
 _LOGPROBS = "message.output_text.logprobs"
 _PARTS = {
@@ -145,24 +145,19 @@ class ResponsesBody(SamplingBody):
 
     def chat(self) -> ChatBody:
         """Return the chat that this body asks for. Raises InvalidRequest."""
-        shared = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
-        messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        messages += _messages(self.input)
-        more: dict[str, Any] = {"max_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
-        if self.thinking_token_budget is not None:
-            more["thinking_token_budget"] = self.thinking_token_budget
-        if self.tools:
-            more["tools"] = [_chat_tool(tool) for tool in self.tools]
-        if self.tool_choice is not None:
-            more["tool_choice"] = self.tool_choice
-        if self.reasoning is not None and self.reasoning.effort:
-            more["reasoning_effort"] = self.reasoning.effort
-        if self.text is not None and self.text.format is not None:
-            more["response_format"] = _response_format(self.text.format)
-        if _LOGPROBS in self.include:
-            more |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        return chat_body(
-            **(shared | more | {"messages": messages, "stream": True, "stream_options": {"include_usage": True}})
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        has_logprobs = _LOGPROBS in self.include
+        return self.chat_with(
+            messages=[*instructions, *_messages(self.input)],
+            max_tokens=self.max_output_tokens,
+            chat_template_kwargs=self.chat_template_kwargs,
+            thinking_token_budget=self.thinking_token_budget,
+            tools=[_chat_tool(tool) for tool in self.tools],
+            tool_choice=self.tool_choice,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            response_format=_response_format(self.text.format) if self.text and self.text.format is not None else None,
+            logprobs=has_logprobs,
+            top_logprobs=self.top_logprobs if has_logprobs else None,
         )
 
     def name_of(self, param: str) -> str:
