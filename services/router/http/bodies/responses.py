@@ -61,10 +61,9 @@ class InputItem(StrictModel):
     summary: list[Any] | None = None
     encrypted_content: str = ""
 
-    @model_validator(mode="before")
     @classmethod
-    def _reduce_reasoning(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("type") != "reasoning":
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if data.get("type") != "reasoning":
             return data
         parts = data.get("content")
         texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
@@ -135,13 +134,12 @@ class ResponsesBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     thinking_token_budget: int | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _refuse_stored(cls, data: Any) -> Any:
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
         for name in ("previous_response_id", "conversation", "prompt"):
-            if isinstance(data, dict) and data.get(name) is not None:
+            if data.get(name) is not None:
                 raise InvalidRequest(f"{name} refers to what is stored, and nothing is stored here; send it as input", name)
-        return data
+        return super().translated(data)
 
     def chat(self) -> ChatBody:
         """Return the chat that this body asks for. Raises InvalidRequest."""
