@@ -243,10 +243,11 @@ class Dispatcher:
     def _call(self, pair: Pair, call: GenerateCall, context: RequestContext) -> Iterator[UpstreamCall]:
         """Call a verifier while the body runs; leaving it early cancels the call."""
         remaining_s = context.deadline - asyncio.get_running_loop().time()
-        stub = GenerationStub(self._workers.channel(pair.verifier))
+        connection = self._workers.connection(pair.verifier)
         metadata = (*call.trace, *self._workers.metadata)
-        with self._workers.feed(pair.verifier).call() as fed:
+        with connection.feed.call() as fed:
             call = replace(call, feed_id=fed.feed_id if fed else "", feed_call=fed.number if fed else 0)
+            stub = GenerationStub(connection.channel)
             stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
 
             def cancel() -> None:

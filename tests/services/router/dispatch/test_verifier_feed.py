@@ -285,7 +285,7 @@ async def test_a_lost_feed_ejects_no_verifier(url: str) -> None:
     async with worker(url, Script(REST), servicer=BreakingVerifier):
         await registry.watch("verifier")
         (verifier,) = registry.known("verifier")
-        await opened(workers.feed(verifier))
+        await opened(workers.connection(verifier).feed)
         with pytest.raises(FeedLost):
             async for _ in dispatcher.stream(
                 replace(CALL, model="demo"), RequestContext(asyncio.get_running_loop().time() + 30)
