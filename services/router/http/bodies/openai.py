@@ -590,11 +590,8 @@ def _unknown_field(param: str, name: str) -> str:
     parts = (Message, EarlierCall, FunctionDefinition, StreamOptions, ResponseFormat, StructuredOutputsBody)
     known = [one for model in (*bodies.values(), *parts) for one in field_names(model)]
     similar = near_names(name, frozenset([*known, *RENAMED, *RESHAPED]) - {name})
-    return f"{param} is not a known field; {f'did you mean {_either(similar)}?' if similar else 'leave it out'}"
-
-
-def _either(names: Sequence[str]) -> str:
-    return " or ".join(names[:MAX_GUESSES])
+    guesses = " or ".join(similar[:MAX_GUESSES])
+    return f"{param} is not a known field; {f'did you mean {guesses}?' if guesses else 'leave it out'}"
 
 
 def _token_id(name: str) -> int:
