@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from eyas.text.incremental_reader import JsonValue
-from eyas.text.json_schema import Alternative, alternatives
+from eyas.text.json_schema import Alternatives
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by the tools' names
 
@@ -97,7 +97,10 @@ class ValueType:
     @classmethod
     def of(cls, schema: object, whole: Mapping[str, Any]) -> ValueType:
         """Read a schema, which is a part of the whole one. References that lead nowhere, and the like, allow any text."""
-        found = _alternatives(schema, whole)
+        try:
+            found = Alternatives(whole).of(schema)
+        except ValueError:
+            found = []
         texts = [one.texts for one in found]
         return cls(
             frozenset[str]().union(*(one.kinds or () for one in found)),
@@ -148,13 +151,6 @@ class ArgumentTypes:
         if (tool, key) not in self._found:
             self._found[tool, key] = ValueType.of(properties[key], whole)
         return self._found[tool, key]
-
-
-def _alternatives(schema: object, whole: Mapping[str, Any]) -> list[Alternative]:
-    try:
-        return alternatives(schema, whole)
-    except ValueError:
-        return []
 
 
 def _dumped(value: object) -> str:
