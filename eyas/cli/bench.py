@@ -33,8 +33,6 @@ MaxTokens = Annotated[int, typer.Option(help="Tokens to generate for each prompt
 NumDraftTokens = Annotated[int, typer.Option(help="Most nodes of a draft tree, the root included.")]
 NumSteps = Annotated[int, typer.Option(help="Levels of a draft tree; 0 takes those of the method.")]
 TopK = Annotated[int, typer.Option(help="Nodes that each level of a draft tree expands.")]
-DtypeName = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Threads = Annotated[int, typer.Option(help="CPU threads of torch, for all that is measured; 0 takes what `LLM` takes.")]
 Out = Annotated[Path, typer.Option(help="Folder of the report.")]
 LocalTable = Annotated[str, typer.Option(help="Cost table of the drafter on a verifier's device; presets find their own.")]
@@ -76,8 +74,8 @@ def offline(
     draft_budget: Annotated[
         str, typer.Option(help="auto: trees as large as they pay, possibly none; fixed: always the largest.")
     ] = "auto",
-    dtype: DtypeName = "auto",
-    device: Device = "auto",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
     threads: Threads = 0,
     out: Out = RESULTS,
 ) -> None:
@@ -204,8 +202,8 @@ def methods(
     num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
     num_steps: NumSteps = TreeConfig.num_steps,
     top_k: TopK = TreeConfig.top_k,
-    dtype: DtypeName = "auto",
-    device: Device = "auto",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
     threads: Threads = 0,
     out: Out = RESULTS,
 ) -> None:

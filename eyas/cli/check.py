@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from eyas.bench.settings import OfflineSettings
-from eyas.cli.bench import Device, DtypeName, MaxTokens, Model, NumDraftTokens, NumPrompts, NumSteps, Threads
+from eyas.cli import options
+from eyas.cli.bench import MaxTokens, Model, NumDraftTokens, NumPrompts, NumSteps, Threads
 from eyas.config import EngineConfig, TreeConfig
 from eyas.config.engine import KVCacheDtype
 from eyas.errors import CheckpointError, ConfigError, EyasError
@@ -44,8 +45,8 @@ def head(
             help="eagle1, eagle2, eagle3, peagle, mtp, dspark, dflash or dflash2; by default what the head is for."
         ),
     ] = "",
-    dtype: DtypeName = "auto",
-    device: Device = "auto",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
     threads: Threads = 0,
     write: Annotated[bool, typer.Option("--write", help="Record the best wiring in the head's config.json.")] = False,
 ) -> None:
@@ -123,9 +124,9 @@ def equality(
         Path | None, typer.Option(help="JSON Lines with token_ids or text; random tokens if left out.")
     ] = None,
     num_prompts: NumPrompts = 0,
-    dtype: DtypeName = "auto",
+    dtype: options.Dtype = "auto",
     temperature: Annotated[float, typer.Option(help="Randomness of sampling; 0 takes the likeliest token.")] = 0.0,
-    device: Device = "auto",
+    device: options.Device = "auto",
     max_tokens: MaxTokens = 96,
     num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
     num_steps: NumSteps = TreeConfig.num_steps,

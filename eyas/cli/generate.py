@@ -13,7 +13,7 @@ import urllib.request
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -474,7 +474,8 @@ def _reported() -> Iterator[None]:
     except (ConfigError, CheckpointError):
         raise
     except EyasError as error:
-        _fail(f"{status_of(error).name}: {error}{_hint(str(error))}")
+        print(f"error: {status_of(error).name}: {error}{_hint(str(error))}", file=sys.stderr)
+        raise typer.Exit(1) from error
     except KeyboardInterrupt:
         print(file=sys.stderr)
         raise typer.Exit(130) from None
@@ -485,8 +486,3 @@ def _hint(details: str) -> str:
     if not details.startswith("failed to connect"):
         return ""
     return "; check that a router listens there (`eyas serve`), and whether it speaks TLS (--tls, --ca, --tls-name)"
-
-
-def _fail(reason: str) -> NoReturn:
-    print(f"error: {reason}", file=sys.stderr)
-    raise typer.Exit(1)

@@ -11,7 +11,6 @@ from eyas.config.checks import (
     at_least,
     cert_and_key,
     not_below,
-    one_of,
     require,
     valid_optional_port,
     valid_port,
@@ -64,11 +63,6 @@ class ServedModel:
     special_tokens_in_content: SpecialTokensInContent = "token"
     aliases: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        one_of(ToolCallParser, tool_call_parser=self.tool_call_parser)
-        one_of(ReasoningParser, reasoning_parser=self.reasoning_parser)
-        one_of(SpecialTokensInContent, special_tokens_in_content=self.special_tokens_in_content)
-
 
 @dataclass(frozen=True)
 class HttpConfig:
@@ -99,7 +93,6 @@ class HttpConfig:
     playground: bool = True
 
     def __post_init__(self) -> None:
-        one_of(UnknownFields, unknown_fields=self.unknown_fields)
         valid_port(self.port)
         valid_optional_port(operations_port=self.operations_port)
         above_zero(keepalive_interval_s=self.keepalive_interval_s)

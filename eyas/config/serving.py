@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from eyas.config.checks import above_zero, at_least, cert_and_key, one_of, require, valid_optional_port, valid_port
+from eyas.config.checks import above_zero, at_least, cert_and_key, require, valid_optional_port, valid_port
 from eyas.config.drafting import (
     LOOKUPS,
     NO_DRAFTS,
@@ -168,7 +168,6 @@ class DiscoveryConfig:
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
 
     def __post_init__(self) -> None:
-        one_of(DiscoveryKind, kind=self.kind)
         above_zero(probe_interval_s=self.probe_interval_s, probe_timeout_s=self.probe_timeout_s)
         above_zero(stale_after_s=self.stale_after_s)
         for address in (*self.verifiers, *self.drafters):
@@ -199,7 +198,6 @@ class TelemetryConfig:
     def __post_init__(self) -> None:
         valid_optional_port(metrics_port=self.metrics_port)
         require(0 <= self.step_span_ratio <= 1, f"step_span_ratio is {self.step_span_ratio}; it must lie in [0, 1]")
-        one_of(LogFormat, log_format=self.log_format)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,13 +303,11 @@ class VerifierConfig(WorkerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_method(self.method, self.draft_model)
-        one_of(DraftPlacement, draft_placement=self.draft_placement)
         require(
             not self.drafts_itself or self.engine.acceptance == "match",
             f"engine.acceptance is rejection, but {self.method} cannot sample drafts; set engine.acceptance to match",
         )
         above_zero(max_pending_bytes=self.max_pending_bytes)
-        one_of(GenerationDefaults, generation_config=self.generation_config)
         above_zero(stuck_step_timeout_s=self.stuck_step_timeout_s)
         at_least(self.stuck_step_timeout_s, stuck_step_exit_timeout_s=self.stuck_step_exit_timeout_s)
 

@@ -40,6 +40,18 @@ OnStep = Callable[[StepReport, Sequence[Chunk]], Sequence[Chunk]]
 
 
 @dataclass
+class UnreadBudget:
+    """The bytes of chunks that are not read yet, of all readers. Each may hold as many as all of them leave free."""
+
+    max_bytes: float = math.inf
+    num_bytes: int = 0
+
+    def allows(self, num_held: int, num_bytes: int) -> bool:
+        """Return whether a reader that holds `num_held` bytes may hold more."""
+        return num_held + num_bytes <= self.max_bytes - self.num_bytes
+
+
+@dataclass
 class _Unread:
     """The chunks of a stream that its reader has not taken. is_cut: no further ones are kept."""
 
@@ -57,6 +69,9 @@ class AsyncEngine:
     Args:
         on_step: called after every step, on the engine's thread, with its chunks; returns the chunks to deliver.
         max_unread_bytes: of the chunks that are not read yet, of all streams together.
+
+    Attributes:
+        unread: counts them, and those that wait to be read after they have left their stream.
     """
 
     def __init__(self, engine: Engine, on_step: OnStep | None = None, max_unread_bytes: float = math.inf) -> None:
@@ -72,8 +87,7 @@ class AsyncEngine:
         self._unsent: tuple[StepReport, Sequence[Chunk]] | None = None
         self._live: set[str] = set()
         self._streams: dict[str, _Unread] = {}
-        self._max_unread_bytes = max_unread_bytes
-        self._num_unread_bytes = 0
+        self.unread = UnreadBudget(max_unread_bytes)
         self._owner: asyncio.Task[object] | None = None
         self._error: EyasError | None = None
         self._suspended: EyasError | None = None
@@ -198,7 +212,7 @@ class AsyncEngine:
             if stream is None or stream.is_cut:
                 continue
             num_bytes = chunk.num_bytes
-            if stream.num_bytes and stream.num_bytes + num_bytes > self._max_unread_bytes - self._num_unread_bytes:
+            if stream.num_bytes and not self.unread.allows(stream.num_bytes, num_bytes):
                 stream.is_cut = True
                 stream.queue.put_nowait(Overloaded("the output is read too slowly; the rest has to be generated again", 0.1))
                 self.cancel(chunk.request_id)
@@ -208,7 +222,7 @@ class AsyncEngine:
 
     def _count_unread(self, stream: _Unread, num_bytes: int) -> None:
         stream.num_bytes += num_bytes
-        self._num_unread_bytes += num_bytes
+        self.unread.num_bytes += num_bytes
 
     def _fail(self, error: EyasError) -> None:
         self._error = error

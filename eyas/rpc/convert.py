@@ -126,6 +126,9 @@ def model_info_from_proto(message: types_pb2.ModelInfo) -> ModelInfo:
 
 # generation.proto
 
+# Fields of a Request that its message has under the same names.
+_REQUEST_FIELDS = ("num_emitted", "priority", "tenant", "cache_salt", "num_draft_tokens", "return_verify_steps")
+
 
 def generate_call_to_proto(call: GenerateCall) -> generation_pb2.GenerateRequest:
     request = call.request
@@ -136,15 +139,10 @@ def generate_call_to_proto(call: GenerateCall) -> generation_pb2.GenerateRequest
             model=call.model,
             sampling=sampling_params_to_proto(request.sampling, DEFAULTED if call.uses_model_defaults else ()),
             drafter=call.drafter,
-            num_emitted=request.num_emitted,
-            priority=request.priority,
             target_fingerprint=call.target_fingerprint,
-            tenant=request.tenant,
-            cache_salt=request.cache_salt,
-            num_draft_tokens=request.num_draft_tokens,
-            return_verify_steps=request.return_verify_steps,
             feed_id=call.feed_id,
             feed_call=call.feed_call,
+            **{name: getattr(request, name) for name in _REQUEST_FIELDS},
         )
         if call.prompt_text is None:
             message.tokens.CopyFrom(types_pb2.TokenIds(ids=request.prompt_ids))
@@ -169,12 +167,7 @@ def generate_call_from_proto(
             prompt_ids=tuple(message.tokens.ids),
             sampling=sampling_params_from_proto(message.sampling, defaults),
             session=message.session_id,
-            priority=message.priority,
-            num_emitted=message.num_emitted,
-            tenant=message.tenant,
-            cache_salt=message.cache_salt,
-            num_draft_tokens=message.num_draft_tokens,
-            return_verify_steps=message.return_verify_steps,
+            **{name: getattr(message, name) for name in _REQUEST_FIELDS},
         ),
         prompt_text=message.text if message.WhichOneof("prompt") == "text" else None,
         model=message.model,

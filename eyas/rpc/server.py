@@ -47,7 +47,7 @@ _GRPC_OPTIONS = (
 
 # Checks of a call; each raises Unauthenticated. The first gets the metadata, before any message is read. The second gets
 # the call's authentication context, which has the names in the client's certificate.
-MetadataCheck = Callable[[Iterable[tuple[str, str]]], None]
+MetadataCheck = Callable[[Iterable[tuple[str, str]]], object]
 CertificateCheck = Callable[[Mapping[str, Iterable[bytes]]], None]
 
 

@@ -33,9 +33,6 @@ class ChatMessage:
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
-    def __add__(self, other: ChatMessage) -> ChatMessage:
-        return joined((self, other))
-
 
 def joined(messages: Iterable[ChatMessage]) -> ChatMessage:
     """Return the message that pieces make, in time linear in their size."""

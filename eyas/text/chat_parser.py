@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from eyas.config.router import ReasoningParserName, ToolParserName
-from eyas.text.chat_message import ChatMessage, MessageWriter, joined
+from eyas.text.chat_message import ChatMessage, MessageWriter
 from eyas.text.incremental_reader import MAX_HEADER
 from eyas.text.tool_call_arguments import ArgumentTypes, Tools
 from eyas.text.tool_call_formats import MARKS, CallReader
@@ -139,21 +139,16 @@ class ChatParser:
         """Return whether the text is inside the reasoning."""
         return self._reader.is_reasoning
 
-    def push(self, text: str) -> ChatMessage:
-        """Take the next piece of the text; return what it adds to the message."""
-        return joined(self.pieces(text))
-
-    def finish(self) -> ChatMessage:
-        """Return what was held back; the text has ended."""
-        return joined(self.last_pieces())
-
     def pieces(self, text: str) -> list[ChatMessage]:
-        """Do as `push`; each message has reasoning before content before calls, so that they keep the order of the text."""
+        """Take the next piece of the text; return what it adds to the message.
+
+        Each message has reasoning before content before calls, so that they keep the order of the text.
+        """
         self._reader.push(text)
         return self._output.take()
 
     def last_pieces(self) -> list[ChatMessage]:
-        """Do as `finish`, in messages as of `pieces`."""
+        """Return what was held back, as `pieces` does; the text has ended."""
         self._reader.finish()
         self._output.end()
         return self._output.take()

@@ -59,6 +59,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._has_thinking_parts = bool(_THINKING_PART.search(source + tool_source))
         self._has_documents = bool(re.search(r"\bdocuments\b", source + tool_source))
+        self._shown = dict[str, bool | None]()
         self._sandbox = BoundedSandbox()
         try:
             self._template = self._sandbox.from_string(source)
@@ -137,19 +138,19 @@ class ChatTemplate:
         for role in {str(message["role"]) for message in messages} - _ROLE_PROBES.keys() - {"developer"}:
             if self._shows({"role": role, "content": _PROBE}, _USER) is False:
                 raise InvalidRequest(f"the model's chat template shows no messages of the role {shown(role)}", "messages")
-        if any(message["role"] == "developer" for message in messages) and not self._shows_developer:
+        if any(message["role"] == "developer" for message in messages) and not self._shows_case("developer"):
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         first = [*takewhile(_is_instruction, messages)]
-        if any(map(_is_instruction, messages[len(first) :])) and self._hides_later_instructions:
+        if any(map(_is_instruction, messages[len(first) :])) and self._shows_case("later instructions") is False:
             reason = "the model's chat template shows system messages at the beginning only; put them there"
             raise InvalidRequest(reason, "messages")
         if first and self._hides_instructions:
             messages = _with_instructions_in_user(messages[len(first) :], first, at=0)
-        elif first and messages[-1]["role"] != "user" and self._hides_instructions_after_users:
+        elif first and messages[-1]["role"] != "user" and self._shows_case("instructions after users") is False:
             messages = _with_instructions_in_user(messages[len(first) :], first, at=-1)
-        elif len(first) > 1 and not self._shows_two_instructions:
+        elif len(first) > 1 and not self._shows_case("two instructions"):
             messages = [first[0] | {"content": _joined_contents(first)}, *messages[len(first) :]]
-        if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._shows_two_calls:
+        if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._shows_case("two calls"):
             messages = [*_one_call_each(messages)]
         if self.format.tool_call_parser == "mistral":
             messages = [*map(_with_short_ids, messages)]
@@ -192,28 +193,11 @@ class ChatTemplate:
     def _hides_instructions(self) -> bool:
         return not self._shows(*_ROLE_PROBES["system"]) and bool(self._shows(*_ROLE_PROBES["user"]))
 
-    @cached_property
-    def _shows_developer(self) -> bool:
-        return bool(self._shows({"role": "developer", "content": _PROBE}, _USER))
-
-    @cached_property
-    def _shows_two_instructions(self) -> bool:
-        return bool(self._shows({"role": "system", "content": "Hello"}, {"role": "system", "content": _PROBE}, _USER))
-
-    @cached_property
-    def _hides_later_instructions(self) -> bool:
-        return (
-            self._shows(_USER, {"role": "assistant", "content": "Hello"}, {"role": "system", "content": _PROBE}, _USER)
-            is False
-        )
-
-    @cached_property
-    def _hides_instructions_after_users(self) -> bool:
-        return self._shows({"role": "system", "content": _PROBE}, _USER, *_calls("first")) is False
-
-    @cached_property
-    def _shows_two_calls(self) -> bool:
-        return bool(self._shows(_USER, *_calls("first", _PROBE)))
+    def _shows_case(self, case: str) -> bool | None:
+        """Return what `_shows` does for a case of _CASES, tried once."""
+        if case not in self._shown:
+            self._shown[case] = self._shows(*_CASES[case])
+        return self._shown[case]
 
     def _is_hidden(self, *messages: dict[str, Any]) -> bool:
         """Return whether the text of these messages is the same without the last one. Not if the template refuses them."""
@@ -264,6 +248,16 @@ _ROLE_PROBES: Mapping[str, tuple[dict[str, Any], ...]] = {
     "system": ({"role": "system", "content": _PROBE}, _USER),
     "assistant": (_USER, {"role": "assistant", "content": _PROBE}, _USER),
     "tool": (_USER, *_calls("first")[:-1], {**_calls("first")[-1], "content": _PROBE}),
+}
+
+# Messages that some templates show only in part. What they may leave out is the probe.
+_SYSTEM: dict[str, Any] = {"role": "system", "content": _PROBE}
+_CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "developer": ({"role": "developer", "content": _PROBE}, _USER),
+    "two instructions": (_SYSTEM | {"content": "Hello"}, _SYSTEM, _USER),
+    "later instructions": (_USER, {"role": "assistant", "content": "Hello"}, _SYSTEM, _USER),
+    "instructions after users": (_SYSTEM, _USER, *_calls("first")),
+    "two calls": (_USER, *_calls("first", _PROBE)),
 }
 
 

@@ -73,14 +73,6 @@ def resolve(path: object, whole: Schema) -> object:
     return found
 
 
-def alternatives(schema: object, whole: Schema) -> list[Alternative]:
-    """Return the alternatives of a value: it is valid if it matches one. References lead into `whole`.
-
-    Raises ValueError for a reference that leads nowhere, and for a schema with too many parts.
-    """
-    return Alternatives(whole).of(schema)
-
-
 def _alternative(
     parts: tuple[Schema, ...], kinds: frozenset[str] | None, values: Mapping[object, Any] | None, is_exclusive: bool = False
 ) -> Alternative:
@@ -105,7 +97,10 @@ class Alternatives:
         self._plain = dict[int, Alternative]()  # by the identity of the schema
 
     def of(self, schema: object) -> list[Alternative]:
-        """Return the alternatives of a value, which `alternatives` explains. Raises ValueError."""
+        """Return the alternatives of a value: it is valid if it matches one.
+
+        Raises ValueError for a reference that leads nowhere, and for a schema with too many parts.
+        """
         self._num_parts = self._num_values = 0
         return self._find(schema, frozenset(), 0)
 

@@ -296,7 +296,10 @@ class TextStream:
         """
         self._tokenizer = tokenizer
         self._names = dict(zip(stop_specials, map(tokenizer.name_of, stop_specials), strict=True))
-        self._stops = list(map(self._stop, dict.fromkeys(stop)))
+        self._stops = [
+            _StopString(text, frozenset(token for token, name in self._names.items() if name in text))
+            for text in dict.fromkeys(stop)
+        ]
         self.stop_string: str | None = None
         self._skips_special = skip_special_tokens
         self._plain = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
@@ -341,9 +344,6 @@ class TextStream:
         """Return the text still held back when the tokens have ended; cut at a stop string that it completes."""
         found = self._release(self._text() if self._pending else "")
         return self._take(len(self._held)) if found is None else found
-
-    def _stop(self, text: str) -> _StopString:
-        return _StopString(text, frozenset(token for token, name in self._names.items() if name in text))
 
     def _release(self, text: str, hidden: int | None = None) -> str | None:
         """Append `text`; return what is held up to the first stop string, or None if there is none.

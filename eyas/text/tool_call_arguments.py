@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import json
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from eyas.text.incremental_reader import JsonValue
-from eyas.text.json_schema import Alternative, alternatives
+from eyas.text.json_schema import Alternatives
 
 Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments, by the tools' names
 
-# Brackets, values and commas of a call in Python's form, which an event loop reads at once. An escape takes less work.
+# Brackets, strings and commas of a call in Python's form, which an event loop reads at once. An escape takes less work.
 MAX_PIECES = 6000
 _ESCAPES_OF_PIECE = 16
 
@@ -24,15 +24,12 @@ _KINDS = {"true": "boolean", "false": "boolean", "null": "null", "{": "object", 
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _KEY = re.compile(r"""[^\s=,()\[\]{}"'\\]+""")
 _STRING = re.compile(r"""(?s)([rRuU]?)(?:"([^"\\]*+(?:\\.[^"\\]*+)*+)"|'([^'\\]*+(?:\\.[^'\\]*+)*+)')\s*""")
-_WORD = re.compile(r"[\w.+-]+")
-_SPACE = re.compile(r"\s*")
-_JSON_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?", re.ASCII)
+_END = re.compile(rf"{_STRING.pattern}|[,()\[\]{{}}]")
 _ESCAPE = re.compile(
     r"(?s)\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(000[0-9a-fA-F]{5}|0010[0-9a-fA-F]{4})|(.))"
 )
 _ESCAPES = {"a": "\a", "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", "v": "\v", "\n": "", "/": "/"}
 _ESCAPES |= {character: character for character in "\\'\""}
-_JSON = json.JSONDecoder()
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -100,7 +97,10 @@ class ValueType:
     @classmethod
     def of(cls, schema: object, whole: Mapping[str, Any]) -> ValueType:
         """Read a schema, which is a part of the whole one. References that lead nowhere, and the like, allow any text."""
-        found = _alternatives(schema, whole)
+        try:
+            found = Alternatives(whole).of(schema)
+        except ValueError:
+            found = []
         texts = [one.texts for one in found]
         return cls(
             frozenset[str]().union(*(one.kinds or () for one in found)),
@@ -153,13 +153,6 @@ class ArgumentTypes:
         return self._found[tool, key]
 
 
-def _alternatives(schema: object, whole: Mapping[str, Any]) -> list[Alternative]:
-    try:
-        return alternatives(schema, whole)
-    except ValueError:
-        return []
-
-
 def _dumped(value: object) -> str:
     """Return JSON that can be encoded: half a surrogate pair stays an escape. Raises ValueError."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -173,193 +166,95 @@ def is_python_key(key: str) -> bool:
 
 def python_arguments(text: str) -> str | None:
     """Return keyword arguments in parentheses as a JSON object; None if the text is no whole list of them."""
-    values, at = _keywords(text)
-    return f"{{{', '.join(values)}}}" if text[at:] == ")" else None
+    values, rest = _keywords(text)
+    return f"{{{', '.join(values)}}}" if rest == ")" else None
 
 
 def cut_python_arguments(text: str) -> str:
     """Return the beginning of keyword arguments, whose end is missing, as unclosed JSON. The last one stays as it is."""
-    values, at = _keywords(text)
-    key, equals, value = text[at:].strip().partition("=")
+    values, rest = _keywords(text)
+    key, equals, value = rest.partition("=")
     last = [f"{json.dumps(key)}: {value}" if equals else f'"{key}'] if key else []
     return f"{{{', '.join([*values, *last])}"
 
 
 def python_json(text: str) -> str | None:
-    """Return a literal of Python as JSON, whatever its depth; None if the text is none, or a very long one.
+    """Return a literal of Python as JSON; None if the text is none, or a very long one.
 
     Names, numbers and strings may also be JSON's. Tuples and sets become lists.
     """
+    return _python_json(text) if _num_pieces(text) <= MAX_PIECES else None
+
+
+def _python_json(text: str) -> str | None:
     try:
-        value, at = _literal(text, _skip_space(text, 0), _Work())
-    except ValueError:
+        (value,) = _value(ast.parse(f"[{_STRING.sub(_plain_string, text)}]", mode="eval").body)
+        return _dumped(value)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    return value if at == len(text) else None
 
 
-def _keywords(text: str) -> tuple[list[str], int]:
-    """Return the members of a JSON object that whole keyword arguments make, and where the first other character is."""
-    values, at, work = dict[str, str](), 1, _Work()
-    while len(values) < MAX_PIECES // 2:
-        start = at = _skip_space(text, at)
-        key = _KEY.match(text, at)
-        equals = _skip_space(text, key.end()) if key else at
-        if key is None or key[0] in values or text[equals : equals + 1] != "=":
+def _num_pieces(text: str) -> int:
+    """Return a number that bounds the brackets, values and commas of a literal."""
+    rest, num_strings = _STRING.subn("", text)
+    return num_strings + text.count("\\") // _ESCAPES_OF_PIECE + sum(map(rest.count, "([{,:"))
+
+
+def _plain_string(found: re.Match[str]) -> str:
+    """Write a string as Python reads it: models leave line breaks in strings, and write the escapes of JSON."""
+    body = found[2] if found[2] is not None else found[3]
+    return f"{(body if found[1] in ('r', 'R') else _ESCAPE.sub(_unescaped, body))!r} "
+
+
+def _value(node: ast.expr | None) -> Any:
+    """Return the value of a literal. Raises ValueError for what is none, and TypeError for a key that is no scalar."""
+    match node:
+        case ast.Constant(value=None | str() | int() | float() as value):
+            return value
+        case ast.Name(id="true" | "false" | "null" as name):
+            return json.loads(name)
+        case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=ast.Constant(value=int() | float() as number)):
+            return -number if isinstance(sign, ast.USub) else number
+        case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+            return list(map(_value, items))
+        case ast.Dict(keys=keys, values=values):
+            return dict(zip(map(_value, keys), map(_value, values), strict=True))
+    raise ValueError("no literal")
+
+
+def _keywords(text: str) -> tuple[list[str], str]:
+    """Return the members of a JSON object that whole keyword arguments make, and the text after them."""
+    values, at, num_left = dict[str, str](), 1, MAX_PIECES
+    for end in _value_ends(text):
+        key, equals, value = text[at:end].partition("=")
+        num_left -= _num_pieces(value) + 2
+        written = (_python_json(value) if num_left >= 0 else None) or _long_json(value)
+        if not equals or not is_python_key(key.strip()) or key.strip() in values or written is None:
             break
-        try:
-            value, at = _value(text, _skip_space(text, equals + 1), work)
-        except ValueError:
-            return _members(values), start
-        if text[at : at + 1] not in (",", ")"):
-            return _members(values), start
-        values[key[0]] = value
-        if text[at] == ")":
-            break
-        at += 1
-    return _members(values), at
+        values[key.strip()] = written
+        at = end + (text[end] == ",")
+    return [f"{_dumped(key)}: {value}" for key, value in values.items()], text[at:].strip()
 
 
-def _members(values: Mapping[str, str]) -> list[str]:
-    return [f"{_dumped(key)}: {value}" for key, value in values.items()]
+def _value_ends(text: str) -> Iterator[int]:
+    """Yield where the values of keyword arguments end: at commas, and at the end of their parentheses."""
+    depth, num_values = 0, 0
+    for found in _END.finditer(text):
+        mark = found[0]
+        depth += (mark in _CLOSERS) - (mark in _CLOSERS.values())
+        if (mark == "," and depth == 1) or (mark == ")" and depth == 0):
+            num_values += 1
+            if num_values > MAX_PIECES // 2:
+                return
+            yield found.start()
 
 
-def _value(text: str, at: int, work: _Work) -> tuple[str, int]:
-    """Return a value as `_literal` does, also a very long one of JSON. Raises ValueError.
-
-    JSON comes last, since its errors count the lines before them: for each argument, their time would be quadratic.
-    """
+def _long_json(text: str) -> str | None:
+    """Return a value of JSON, of any length; None if it is none."""
     try:
-        return _literal(text, at, work)
-    except ValueError:
-        try:
-            value, end = _JSON.raw_decode(text, at)
-            return _dumped(value), _skip_space(text, end)
-        except RecursionError as error:
-            raise ValueError("too many brackets") from error
-
-
-def _skip_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at) if text[at : at + 1].isspace() else None
-    return found.end() if found else at
-
-
-@dataclass
-class _Work:
-    """The work that may still be spent on values in Python's form."""
-
-    num_pieces: int = MAX_PIECES
-
-    def spend(self, num_pieces: int) -> None:
-        """Raise ValueError if less is left."""
-        self.num_pieces -= num_pieces
-        if self.num_pieces < 0:
-            raise ValueError("too many brackets, values and commas")
-
-
-@dataclass
-class _Bracket:
-    """An open bracket of a literal.
-
-    Attributes:
-        begin: of its JSON.
-        item: of its last item's.
-        is_dict: None until it shows.
-    """
-
-    mark: str
-    begin: int
-    item: int
-    is_dict: bool | None
-    has_value: bool = False
-    has_comma: bool = False
-
-
-def _literal(text: str, at: int, work: _Work) -> tuple[str, int]:
-    """Return the literal that begins at a place as JSON, and where the text after it and white space begins.
-
-    Raises ValueError.
-    """
-    out, open_ = list[str](), list[_Bracket]()
-    while True:
-        work.spend(2)  # with the comma, the colon or the end that follows
-        mark = text[at : at + 1]
-        if mark in _CLOSERS and mark:
-            out.append(mark)
-            open_.append(_Bracket(mark, len(out) - 1, len(out), None if mark == "{" else False))
-            at = _skip_space(text, at + 1)
-            if text[at : at + 1] != _CLOSERS[mark]:
-                continue
-        elif not (open_ and mark == _CLOSERS[open_[-1].mark] and open_[-1].has_comma and len(out) == open_[-1].item):
-            value, at = _scalar(text, at, work)
-            out.append(value)
-        is_ended, at = _end_values(text, at, out, open_)
-        if is_ended:
-            return "".join(out), at
-
-
-def _end_values(text: str, at: int, out: list[str], open_: list[_Bracket]) -> tuple[bool, int]:
-    """Read what follows a value: the ends of brackets, then a comma or a colon; return whether all brackets are closed."""
-    while open_:
-        inner, mark = open_[-1], text[at : at + 1]
-        at = _skip_space(text, at + 1)
-        is_empty = len(out) == inner.item
-        if mark == _CLOSERS[inner.mark] and not (inner.is_dict and not inner.has_value and not is_empty):
-            _close(open_.pop(), out, is_empty)
-            continue
-        if mark == ":" and inner.mark == "{" and not inner.has_value and inner.is_dict is not False:
-            if len(out) != inner.item + 1:
-                raise ValueError("a key is no text")
-            out[-1] = out[-1] if out[-1][0] == '"' else f'"{out[-1]}"'
-            out.append(": ")
-            inner.is_dict, inner.has_value = True, True
-        elif mark == "," and not is_empty and (inner.has_value or not inner.is_dict):
-            inner.is_dict, inner.has_value, inner.has_comma = bool(inner.is_dict), False, True
-            out.append(", ")
-            inner.item = len(out)
-        else:
-            raise ValueError("no end of a value")
-        return False, at
-    return True, at
-
-
-def _close(inner: _Bracket, out: list[str], is_empty: bool) -> None:
-    """Write the end of a bracket. Parentheses around one value without a comma are none of a tuple."""
-    if is_empty and inner.has_comma:
-        out.pop()
-    if inner.mark == "(" and not inner.has_comma and not is_empty:
-        out[inner.begin] = ""
-        return
-    is_object = inner.mark == "{" and (inner.is_dict or is_empty)
-    out[inner.begin] = "{" if is_object else "["
-    out.append("}" if is_object else "]")
-
-
-def _scalar(text: str, at: int, work: _Work) -> tuple[str, int]:
-    """Return a name, a number, or strings in a row as JSON, and where the text after it begins. Raises ValueError."""
-    strings, first = list[str](), at
-    while found := _STRING.match(text, at):
-        body = found[2] if found[2] is not None else found[3]
-        work.spend(bool(strings) + body.count("\\") // _ESCAPES_OF_PIECE)
-        strings.append(body if found[1] in ("r", "R") else _ESCAPE.sub(_unescaped, body))
-        at = found.end()
-    if at > first:
-        return _dumped("".join(strings)), at
-    word = _WORD.match(text, at)
-    if word is None:
-        raise ValueError("no literal")
-    name = _NAMES.get(word[0].lower()) if word[0] in _PYTHON_OR_JSON else None
-    return name or _number(word[0]), _skip_space(text, word.end())
-
-
-_PYTHON_OR_JSON = {"True", "False", "None", "true", "false", "null"}
-
-
-def _number(word: str) -> str:
-    if not any(character.isdecimal() for character in word[:2]):
-        raise ValueError(f"{word[:80]!r} is no number")
-    if _JSON_NUMBER.fullmatch(word) and (word.lstrip("-").isdecimal() or math.isfinite(float(word))):
-        return word
-    return json.dumps(float(word), allow_nan=False) if "." in word else str(int(word, 0))
+        return _dumped(json.loads(text))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _unescaped(found: re.Match[str]) -> str:

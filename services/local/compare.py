@@ -22,14 +22,14 @@ from eyas.api.outputs import TextChunk
 from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.bench.results import first_difference
 from eyas.cli.generate import ScreenPrinter
-from eyas.errors import EyasError, RequestFailed, Unavailable
+from eyas.errors import EyasError, RequestFailed
 from eyas.progress import Progress
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import status_error
 from eyas.services.local.cluster import START_TIMEOUT_S, Cluster, free_port
-from eyas.services.local.demo import ROOT, running_demo
+from eyas.services.local.demo import ROOT, running_demo, warm_up
 from eyas.services.local.serve import AssignmentsOption, exit_on_error, wait_until_ready
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
@@ -40,8 +40,6 @@ NUM_SHOWN_TOKENS = 64
 # Of each prompt in each mode, in turn. The fastest counts: other programs can only slow a pass down.
 NUM_PASSES = 3
 CALL_SECONDS = 60.0
-WARM_UP_SECONDS = 20.0
-WARM_UP_TOKENS = 16
 
 Mode = Literal["plain", "speculative"]
 
@@ -59,8 +57,8 @@ def demo(
         with open_sync_channel(cluster["router"].address) as channel, _name_dead_service(cluster):
             router = GenerationStub(channel)
             with Progress(console) as shown:
-                shown.show("waiting for the first draft tree")
-                _warm_up(router, prompts[0])
+                shown.show("waiting for draft trees")
+                warm_up(cluster["router"].address)
             comparisons = list[DemoComparison]()
             for prompt, temperature in zip(prompts, TEMPERATURES, strict=False):
                 sampling = _sampling(temperature, max_tokens)
@@ -140,15 +138,6 @@ def _ask(
     return DemoAnswer(
         tuple(token_ids), chunk.totals.stats or GenerationStats(), seconds, round_trips[0] if round_trips else None
     )
-
-
-def _warm_up(router: GenerationStub, prompt: Prompt) -> None:
-    """Return once both modes work. Raises Unavailable if no draft tree arrives in time."""
-    sampling, deadline = _sampling(0.0, WARM_UP_TOKENS), time.monotonic() + WARM_UP_SECONDS
-    _ask(router, prompt, sampling, "plain")
-    while not _ask(router, prompt, sampling, "speculative").stats.num_drafted:
-        if time.monotonic() > deadline:
-            raise Unavailable(f"no draft tree arrived within {WARM_UP_SECONDS:.0f} s; see the draft service's log")
 
 
 def _sampling(temperature: float, max_tokens: int) -> SamplingParams:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,8 +24,7 @@ NUM_DRAFTED_WARM_UPS = 4
 MAX_WARM_UPS = 10
 
 
-@contextmanager
-def running_demo(port: int, assignments: Sequence[str] = ()) -> Iterator[Cluster]:
+def running_demo(port: int, assignments: Sequence[str] = ()) -> AbstractContextManager[Cluster]:
     """Run the cluster of examples/configs/local.
 
     Args:
@@ -34,8 +33,7 @@ def running_demo(port: int, assignments: Sequence[str] = ()) -> Iterator[Cluster
 
     Raises ConfigError outside a checkout and for settings that a service would refuse.
     """
-    with running_cluster(assign(demo_services(), assignments), port, folder=ROOT) as cluster:
-        yield cluster
+    return running_cluster(assign(demo_services(), assignments), port, folder=ROOT)
 
 
 def demo_services() -> list[ServiceSettings]:

@@ -95,7 +95,7 @@ async def run(config: RouterConfig) -> None:
     keys = load_api_keys(config.api_keys)
     limits = fit_descriptors(config.limits, num_servers=2 + (config.http.operations_port is not None))
     admission = Admission(limits, has_keys=bool(config.api_keys.env or config.api_keys.file))
-    server = RpcServer(config.server, server_credentials(config.tls), keys.check, admission=admission)
+    server = RpcServer(config.server, server_credentials(config.tls), keys.access, admission=admission)
     async with build_router(config, server.set_serving, keys, admission) as router:
         add_GenerationServicer_to_server(router.grpc, server.aio)
         listeners = [HttpServer(router.http, config.http, config.tls, limits)]

@@ -106,7 +106,7 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
             observer.watch(lambda: async_engine.load)
             registry = lease_registry(config.discovery, config.registry, peers)
             discovery = build_discovery(config.discovery, registry, peers)
-            feeds = ChunkFeeds()
+            feeds = ChunkFeeds(async_engine.unread)
             servicer = GenerationServicer(async_engine, model, pool, observer, partial(discovery.known, "draft"), feeds)
             generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.aio)
             generation_pb2_grpc.add_ChunkFeedServicer_to_server(feeds, server.aio)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eyas.api.outputs import TextChunk
+from eyas.engine.async_engine import UnreadBudget
 from eyas.errors import InvalidRequest, Unavailable
 from eyas.rpc.convert import text_chunk_to_proto
 from eyas.rpc.messages import GenerateCall
@@ -24,19 +25,45 @@ LARGE_CHUNK_BYTES = 16 * 2**10
 
 @dataclass(eq=False)
 class RouterFeed:
-    """Chunks for one router. calls: the numbers of those whose chunks it takes."""
+    """Chunks for one router.
 
+    Attributes:
+        unread: counts the bytes that wait here.
+        calls: the numbers of those whose chunks it takes.
+        pending: the chunks that wait, with their bytes.
+        num_bytes: of all of these.
+    """
+
+    unread: UnreadBudget
     calls: set[int] = field(default_factory=set)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    pending: deque[generation_pb2.FedChunk] = field(default_factory=deque)
+    pending: deque[tuple[generation_pb2.FedChunk, int]] = field(default_factory=deque)
+    num_bytes: int = 0
 
-    def add(self, call: int, chunk: generation_pb2.GenerateChunk) -> bool:
+    def add(self, call: int, chunk: generation_pb2.GenerateChunk, num_bytes: int) -> bool:
         """Queue a chunk; return False where the call's own stream has to take it."""
-        if call not in self.calls or len(self.pending) >= MAX_PENDING:
+        is_full = len(self.pending) >= MAX_PENDING or not self.unread.allows(self.num_bytes, num_bytes)
+        if call not in self.calls or is_full:
             return False
-        self.pending.append(generation_pb2.FedChunk(call=call, chunk=chunk))
+        self.pending.append((generation_pb2.FedChunk(call=call, chunk=chunk), num_bytes))
+        self._count(num_bytes)
         self.has_news.set()
         return True
+
+    def take(self) -> list[generation_pb2.FedChunk]:
+        """Remove and return the chunks of the next message."""
+        taken = [self.pending.popleft() for _ in range(min(len(self.pending), MAX_PER_MESSAGE))]
+        self._count(-sum(num_bytes for _, num_bytes in taken))
+        return [chunk for chunk, _ in taken]
+
+    def close(self) -> None:
+        """Drop the chunks, and take no more."""
+        self.calls.clear()
+        self._count(-self.num_bytes)
+
+    def _count(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.unread.num_bytes += num_bytes
 
     def end(self, call: int) -> None:
         """Take no further chunks of a call."""
@@ -45,9 +72,10 @@ class RouterFeed:
 
 
 class ChunkFeeds(ChunkFeedServicer):
-    """Servicer of the feeds of all routers."""
+    """Servicer of the feeds of all routers. unread: counts the bytes that wait in them."""
 
-    def __init__(self) -> None:
+    def __init__(self, unread: UnreadBudget | None = None) -> None:
+        self._unread = unread or UnreadBudget()
         self._feeds: dict[str, RouterFeed] = {}
         self._is_stopping = False
 
@@ -64,8 +92,9 @@ class ChunkFeeds(ChunkFeedServicer):
         async def write(chunk: TextChunk) -> None:
             nonlocal num_fed
             message = text_chunk_to_proto(chunk)
-            is_small = chunk.totals is None and chunk.chunk.num_bytes < LARGE_CHUNK_BYTES
-            if feed and is_small and feed.add(number, message):
+            num_bytes = chunk.chunk.num_bytes
+            is_small = chunk.totals is None and num_bytes < LARGE_CHUNK_BYTES
+            if feed and is_small and feed.add(number, message, num_bytes):
                 num_fed += 1
                 return
             if feed:
@@ -91,7 +120,7 @@ class ChunkFeeds(ChunkFeedServicer):
             raise InvalidRequest("the first message of a feed names its id, which no other feed has")
         if self._is_stopping:
             raise Unavailable("this verifier is stopping")
-        feed = self._feeds[first.feed_id] = RouterFeed()
+        feed = self._feeds[first.feed_id] = RouterFeed(self._unread)
         reader = asyncio.create_task(_end_slow_calls(request_iterator, feed))
         reader.add_done_callback(lambda _: feed.has_news.set())
         try:
@@ -99,14 +128,13 @@ class ChunkFeeds(ChunkFeedServicer):
             while feed.calls or not (self._is_stopping or reader.done()):
                 await feed.has_news.wait()
                 feed.has_news.clear()
-                while number := min(len(feed.pending), MAX_PER_MESSAGE):
-                    chunks = [feed.pending.popleft() for _ in range(number)]
+                while chunks := feed.take():
                     await context.write(generation_pb2.FedChunks(chunks=chunks))
             if reader.done():
                 reader.result()  # raises for a message that cannot be read
         finally:
             del self._feeds[first.feed_id]
-            feed.calls.clear()
+            feed.close()
             reader.cancel()
 
     async def close(self) -> None:

@@ -101,7 +101,8 @@ class DraftPool:
         live, are down and serve no session end.
         """
         with self._lock:
-            usable = [address for address in live if not self._is_backing_off(address)]
+            backing_off = {address for address, drafter in self._drafters.items() if drafter.breaker.backing_off}
+            usable = [address for address in live if address not in backing_off]
             num_sessions = self._count_sessions()
             for session, assignment in list(self._assignments.items()) if usable else ():
                 current = assignment.drafter
@@ -218,9 +219,6 @@ class DraftPool:
         log.warning(message, drafter.num_lost, num_requests, self.timeout_s, extra={"rate_limited": True})
 
     # Below: with the lock held.
-
-    def _is_backing_off(self, address: str) -> bool:
-        return address in self._drafters and self._drafters[address].breaker.backing_off
 
     def _count_sessions(self) -> Counter[str]:
         return Counter(each.drafter.address for each in self._assignments.values() if each.drafter)

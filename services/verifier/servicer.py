@@ -6,7 +6,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from eyas.api.outputs import TextChunk, Totals
@@ -124,13 +124,4 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
 
 def announced_load(load: EngineLoad) -> Load:
     """Return what a verifier's lease says about its engine."""
-    return Load(
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        free_kv_tokens=load.free_kv_tokens,
-        max_num_seqs=load.max_num_seqs,
-        step_seconds=load.step_seconds,
-        num_kv_tokens=load.num_kv_tokens,
-        num_prompt_tokens=load.num_prompt_tokens,
-        num_cached_tokens=load.num_cached_tokens,
-    )
+    return Load(**{item.name: getattr(load, item.name) for item in fields(Load)})

@@ -14,7 +14,7 @@ from eyas.grammar.structural_tags import structural_tag_to_lark
 from eyas.services.router.http.bodies.tools import ToolFields
 from eyas.services.router.http.tool_constraints import output_constraint
 from eyas.text.chat_parser import ChatFormat
-from eyas.text.json_schema import Definitions, alternatives, properties_of
+from eyas.text.json_schema import Alternatives, Definitions, properties_of
 from eyas.text.schema_keywords import known_schema
 from tests.growth.growth import Reader, check_growth, label, pairs
 
@@ -159,7 +159,7 @@ def first_property(schema: dict[str, Any]) -> object:
 
 def find_alternatives(schema: dict[str, Any]) -> object:
     try:
-        return [one.texts for one in alternatives(first_property(schema), schema)]
+        return [one.texts for one in Alternatives(schema).of(first_property(schema))]
     except ValueError:
         return None
 

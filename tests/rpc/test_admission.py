@@ -54,7 +54,7 @@ async def guarded(
     """Serve a scripted verifier to the keys one and two."""
     admission = Admission(limits, has_keys=True)
     keys = ApiKeys(plain_keys(("one", "two"), "test"))
-    server = RpcServer(ServerConfig(reflection=True), check_metadata=keys.check, admission=admission)
+    server = RpcServer(ServerConfig(reflection=True), check_metadata=keys.access, admission=admission)
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
     address = await server.start([])
     try:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eyas.text.chat_message import ChatMessage, ToolCall
+from eyas.text.chat_message import ChatMessage, ToolCall, joined
 from eyas.text.chat_parser import ChatFormat, detect_format
 from eyas.text.tool_call_arguments import MAX_PIECES, Tools, python_arguments, python_json
 from eyas.text.tool_call_formats import MARKS
@@ -35,10 +35,8 @@ def read(
     form: ChatFormat, pieces: Sequence[str], prompt: str = "", tools: Tools = TOOLS, max_calls: int | None = None
 ) -> ChatMessage:
     """Return the message of a text that comes in pieces, without the ids of its calls."""
-    parser, message = form.parser(prompt, tools, max_calls), ChatMessage()
-    for piece in pieces:
-        message += parser.push(piece)
-    message += parser.finish()
+    parser = form.parser(prompt, tools, max_calls)
+    message = joined([part for piece in pieces for part in parser.pieces(piece)] + parser.last_pieces())
     assert all(call.id for call in message.tool_calls)
     return replace(message, tool_calls=tuple(replace(call, id="") for call in message.tool_calls))
 
@@ -398,10 +396,10 @@ def test_text_without_markers_is_content(form: ChatFormat, text: str) -> None:
 
 def test_arguments_are_passed_on_as_they_come() -> None:
     parser = HERMES.parser(tools=TOOLS)
-    first = parser.push('<tool_call>{"name": "add", "arguments": {"a"')
+    (first,) = parser.pieces('<tool_call>{"name": "add", "arguments": {"a"')
     assert [(call.index, call.name, call.arguments) for call in first.tool_calls] == [(0, "add", '{"a"')]
-    assert parser.push(": 1").tool_calls == (ToolCall(0, arguments=": 1"),)
-    assert parser.push("2}}</tool_call>").tool_calls == (ToolCall(0, arguments="2}"),)
+    assert parser.pieces(": 1") == [ChatMessage(tool_calls=(ToolCall(0, arguments=": 1"),))]
+    assert parser.pieces("2}}</tool_call>") == [ChatMessage(tool_calls=(ToolCall(0, arguments="2}"),))]
 
 
 def test_calls_stay_text_without_tools() -> None:
@@ -416,7 +414,7 @@ def test_calls_above_the_limit_are_dropped() -> None:
 
 def test_ids_suit_the_templates() -> None:
     parser = MISTRAL.parser(tools=TOOLS)
-    (call,) = parser.push("[TOOL_CALLS]add{}").tool_calls
+    (call,) = joined(parser.pieces("[TOOL_CALLS]add{}")).tool_calls
     assert re.fullmatch("[a-z0-9]{9}", call.id)
 
 
@@ -474,7 +472,7 @@ def test_no_end_of_a_forced_call_leaves_markup(form: ChatFormat, text: str) -> N
     whole = read(form, [text])
     for end in range(len(text)):
         parser = form.parser(tools=TOOLS, is_forced=True)
-        cut = parser.push(text[:end]) + parser.finish()
+        cut = joined(parser.pieces(text[:end]) + parser.last_pieces())
         assert whole.content.strip().startswith(cut.content.strip())
         assert whole.reasoning.startswith(cut.reasoning)
         assert [call.name for call in cut.tool_calls] == [call.name for call in whole.tool_calls[: len(cut.tool_calls)]]

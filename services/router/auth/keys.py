@@ -232,12 +232,8 @@ class ApiKeys:
             self._of_file = Reloaded((Path(config.file),), self._read, "api_keys.file", RELOAD_INTERVAL_S, clock)
             require(bool(self._of_file.get()), f"api_keys.file: the file {config.file} holds no key; put one there")
 
-    def check(self, headers: Iterable[tuple[str, str]]) -> None:
-        """Check the HTTP headers or gRPC metadata of a call, with lower-case names. Raises Unauthenticated."""
-        self.access(headers)
-
     def access(self, headers: Iterable[tuple[str, str]]) -> Access:
-        """Return what the key in HTTP headers or gRPC metadata gives access to.
+        """Return what the key in HTTP headers or gRPC metadata, with lower-case names, gives access to.
 
         Raises Unauthenticated, also for headers that name two keys: proxies and services would each take another one.
         """

@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Self
 
 import grpc
 import grpc.aio
@@ -28,9 +27,9 @@ from eyas.rpc.convert import chunk_from_proto, generate_call_to_proto
 from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
 from eyas.rpc.status import is_connection_error, status_error
 from eyas.services.discovery.redis_registry import Placement, Registry
-from eyas.services.router.dispatch.chunk_feed import FedCall
 from eyas.services.router.dispatch.poison import ISOLATION_S, Attempt, PoisonDetector
 from eyas.services.router.dispatch.routing import Pair, RoutingRequest
+from eyas.services.router.dispatch.verifier_feed import FedCall, FeedLost
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1 import generation_pb2
@@ -170,7 +169,7 @@ class Dispatcher:
             except (Unavailable, Overloaded, RequestFailed) as error:
                 reason = (call.request.id, pair.verifier.address, _log_reason(error))
                 log.warning("request %s: verifier %s: %s", *reason, extra={"rate_limited": True})
-                if isinstance(error, Unavailable):
+                if isinstance(error, Unavailable) and not isinstance(error, FeedLost):
                     self._workers.record_failure(pair.verifier)
                 if isinstance(error, WorkerLost) and state.lose(pair, attempt):
                     raise self._poison.refuse(call, attempt, state.lost) from error
@@ -244,10 +243,11 @@ class Dispatcher:
     def _call(self, pair: Pair, call: GenerateCall, context: RequestContext) -> Iterator[UpstreamCall]:
         """Call a verifier while the body runs; leaving it early cancels the call."""
         remaining_s = context.deadline - asyncio.get_running_loop().time()
-        stub = GenerationStub(self._workers.channel(pair.verifier))
+        connection = self._workers.connection(pair.verifier)
         metadata = (*call.trace, *self._workers.metadata)
-        with self._workers.feed(pair.verifier).call() as fed:
+        with connection.feed.call() as fed:
             call = replace(call, feed_id=fed.feed_id if fed else "", feed_call=fed.number if fed else 0)
+            stub = GenerationStub(connection.channel)
             stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
 
             def cancel() -> None:
@@ -255,10 +255,10 @@ class Dispatcher:
                 if fed:
                     fed.cancel()
 
-            with self._workers.in_flight(pair, cancel), TimeLimit(context.deadline, cancel) as limit:
+            with self._workers.in_flight(pair, cancel):
                 try:
                     vocab_size, num_left = pair.verifier.model.vocab_size, call.request.sampling.max_tokens
-                    yield UpstreamCall(stream, call.request, limit, vocab_size, num_left, fed)
+                    yield UpstreamCall(stream, call.request, context.deadline, vocab_size, num_left, fed)
                 finally:
                     stream.cancel()
 
@@ -283,13 +283,14 @@ class UpstreamCall:
     """A call to one verifier, whose chunks are read one by one.
 
     Attributes:
+        deadline: by the clock of the running event loop.
         num_left: tokens that it may still send.
         fed: has the chunks that come through the verifier's feed; None if all come on the call's stream.
     """
 
     stream: GenerateStream
     request: Request
-    limit: TimeLimit
+    deadline: float
     vocab_size: int
     num_left: int
     fed: FedCall | None = None
@@ -299,26 +300,26 @@ class UpstreamCall:
         """Return the next chunk. Raises TimeoutError at the deadline, and Unavailable or WorkerLost for a verifier that
         stalls, fails, or sends what no sound one sends.
         """
-        self.limit.set_due(stall_timeout_s)
+        clock = asyncio.get_running_loop().time
+        stalled_at = clock() + stall_timeout_s
         try:
-            message = await (self.stream.read() if self.fed is None else self.fed.read(self.stream))
+            async with asyncio.timeout_at(min(stalled_at, self.deadline)):
+                message = await (self.stream.read() if self.fed is None else self.fed.read(self.stream))
+        except TimeoutError:
+            if stalled_at < self.deadline:
+                raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from None
+            raise
         except grpc.aio.AioRpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise _eyas_error(error) from error
-            if self.limit.remaining_s <= DEADLINE_TOLERANCE_S:
+            if self.deadline - clock() <= DEADLINE_TOLERANCE_S:
                 raise TimeoutError from error
             raise Unavailable("the verifier ended the call before its deadline") from error
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling() > 0:
                 raise
-            if self.limit.has_fired and self.limit.remaining_s <= 0:
-                raise TimeoutError from None
-            if self.limit.has_fired:
-                raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from None
             raise WorkerLost("the verifier is stuck in one step") from None  # the pool ends the calls of such a one
-        finally:
-            self.limit.due = self.limit.deadline
         if not isinstance(message, generation_pb2.GenerateChunk):
             raise Unavailable("the verifier ended the stream without a finish reason")
         is_large = len(message.prompt_logprobs) > LARGE_NUM_LOGPROBS
@@ -458,56 +459,6 @@ def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingReque
         session=_session_key(request),
         block_hashes=block_hashes(request.prompt_ids, request.cache_salt),
     )
-
-
-class TimeLimit:
-    """Timer that cancels a call at its deadline, or when a read takes too long. Use it as a context manager.
-
-    One timer serves all reads: it is set again only when it fires, because most reads end long before their limit.
-
-    Args:
-        deadline: by the clock of the running event loop.
-        end: cancels the call.
-
-    Attributes:
-        due: when the call is cancelled.
-    """
-
-    def __init__(self, deadline: float, end: Callable[[], object]) -> None:
-        self.deadline = deadline
-        self.has_fired = False
-        self._end = end
-        self._loop = asyncio.get_running_loop()
-        self.due = deadline
-
-    def __enter__(self) -> Self:
-        self._timer = self._loop.call_at(self.due, self._fire)
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self._timer.cancel()
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds until the deadline."""
-        return self.deadline - self._loop.time()
-
-    def set_due(self, timeout_s: float) -> None:
-        """Limit what begins now, up to the deadline. Set `due` to the deadline when it has ended."""
-        self.due = min(self._loop.time() + timeout_s, self.deadline)
-        if self.due < self._timer.when():
-            self._restart()
-
-    def _restart(self) -> None:
-        self._timer.cancel()
-        self._timer = self._loop.call_at(self.due, self._fire)
-
-    def _fire(self) -> None:
-        if self._loop.time() < self.due:
-            self._restart()
-        else:
-            self.has_fired = True
-            self._end()
 
 
 def _faults(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> Iterator[str]:

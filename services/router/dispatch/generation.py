@@ -81,8 +81,7 @@ class GenerationService:
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the configured models that a live verifier serves, once for each of their names."""
         infos = {lease.model.name: lease.model for lease in self._workers.snapshot().verifiers}
-        names = [*self._tokenizers, *self._aliases]
-        served = {name: infos.get(self._aliases.get(name, name)) for name in names}
+        served = {name: infos.get(self._aliases.get(name, name)) for name in self.names}
         return tuple(replace(info, name=name) for name, info in served.items() if info)
 
     async def model(self, name: str) -> ModelInfo:
@@ -258,15 +257,13 @@ class GenerationService:
         return max(infos, key=lambda info: info.max_model_len, default=None)
 
     def _resolve(self, model: str) -> str:
-        names = tuple(self._tokenizers)
         if (found := self._aliases.get(model, model)) in self._tokenizers:
             return found
         if model:
-            known = ", ".join((*names, *self._aliases))
-            raise UnknownModel(f"model {model[:80]!r} is not served here; known: {known}", "model")
-        if len(names) > 1:
-            raise InvalidRequest(f"several models are served here; name one of {', '.join(names)}", "model")
-        return names[0]
+            raise UnknownModel(f"model {model[:80]!r} is not served here; known: {', '.join(self.names)}", "model")
+        if len(self._tokenizers) > 1:
+            raise InvalidRequest(f"several models are served here; name one of {', '.join(self._tokenizers)}", "model")
+        return next(iter(self._tokenizers))
 
 
 def _words_as_ids(tokenizer: Tokenizer, sampling: SamplingParams) -> Words:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from hashlib import blake2b
-from typing import NamedTuple
 
 from eyas.config import RoutingConfig
 from eyas.rpc.messages import Lease, TargetInfo
@@ -147,16 +146,6 @@ def prefix_match_ratio(workers: WorkerSnapshot, request: RoutingRequest, verifie
     return cached / len(request.block_hashes)
 
 
-class WorkerRank(NamedTuple):
-    """Sort key of a worker; the least is picked, and earlier fields decide first."""
-
-    is_unhealthy: bool
-    is_at_bound: bool
-    negative_score: float
-    negative_free_kv_tokens: int
-    incarnation: str
-
-
 @dataclass(frozen=True)
 class _Candidates:
     """Workers that can serve a request.
@@ -181,9 +170,10 @@ class _Candidates:
     def best(self, score: Callable[[Lease], float]) -> Lease | None:
         """Return the worker with the highest score among the healthy ones below their bound, if there are any."""
 
-        def rank(worker: Lease) -> WorkerRank:
+        def rank(worker: Lease) -> tuple[object, ...]:
+            """Return the sort key of a worker: the least is picked, and what comes first decides first."""
             name, free = worker.incarnation, worker.load.free_kv_tokens
-            return WorkerRank(name in self.unhealthy, self.utilization[name] >= 1, -score(worker), -free, name)
+            return name in self.unhealthy, self.utilization[name] >= 1, -score(worker), -free, name
 
         return min(self.leases, key=rank, default=None)
 

@@ -19,8 +19,8 @@ from eyas.rpc.channel import Metadata, Peers
 from eyas.rpc.identity import Pem
 from eyas.rpc.messages import Lease
 from eyas.services.discovery.base import Discovery, cancel_task
-from eyas.services.router.dispatch.chunk_feed import ChunkFeed
 from eyas.services.router.dispatch.routing import Pair, RoutingRequest, WorkerSnapshot, pick
+from eyas.services.router.dispatch.verifier_feed import VerifierFeed
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Connection:
+class WorkerConnection:
     """An open channel, the certificates that it was opened with, and the feed of the worker's chunks."""
 
     channel: grpc.aio.Channel
     identity: Pem
-    feed: ChunkFeed
+    feed: VerifierFeed
 
     async def close(self) -> None:
         await self.feed.close()
@@ -65,7 +65,7 @@ class WorkerPool:
         self._in_flight: Counter[str] = Counter()
         self._counted: dict[str, tuple[Lease, int]] = {}  # the last leases, and own requests when they came
         self._cancels: dict[str, list[Callable[[], object]]] = {}
-        self._connections: dict[str, _Connection] = {}
+        self._connections: dict[str, WorkerConnection] = {}
         self._probes: dict[str, asyncio.Task[None]] = {}
         self._usable: dict[str, bool] = {}
         self._changed = asyncio.Event()
@@ -117,19 +117,12 @@ class WorkerPool:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def channel(self, worker: Lease) -> grpc.aio.Channel:
-        """Return the channel to a worker; it stays open between requests."""
-        return self._connection(worker).channel
-
-    def feed(self, worker: Lease) -> ChunkFeed:
-        """Return the feed of a verifier's chunks."""
-        return self._connection(worker).feed
-
-    def _connection(self, worker: Lease) -> _Connection:
+    def connection(self, worker: Lease) -> WorkerConnection:
+        """Return the connection to a worker; it stays open between requests."""
         if worker.incarnation not in self._connections:
             identity = self._peers.identity
             channel = self._peers.open_channel(worker.address)
-            self._connections[worker.incarnation] = _Connection(channel, identity, ChunkFeed(channel, self._peers))
+            self._connections[worker.incarnation] = WorkerConnection(channel, identity, VerifierFeed(channel, self._peers))
         return self._connections[worker.incarnation]
 
     @property
@@ -202,7 +195,7 @@ class WorkerPool:
 
     def _is_connected(self, verifier: Lease) -> bool:
         """Return whether there is a connection; try to connect if there is none."""
-        return self.channel(verifier).get_state(try_to_connect=True) is _READY
+        return self.connection(verifier).channel.get_state(try_to_connect=True) is _READY
 
     def _is_usable(self, verifier: Lease) -> bool:
         return self._is_connected(verifier) and not self._is_stuck(verifier)
@@ -214,7 +207,7 @@ class WorkerPool:
         """Ask an ejected worker for its status; the answer of another incarnation at its address does not count."""
         answered = False
         try:
-            stub = WorkerStub(self.channel(worker))
+            stub = WorkerStub(self.connection(worker).channel)
             status = await stub.Status(worker_pb2.StatusRequest(), timeout=PROBE_TIMEOUT_S, metadata=self.metadata)
             answered = status.incarnation == worker.incarnation
         except grpc.aio.AioRpcError as error:

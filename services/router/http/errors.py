@@ -72,7 +72,7 @@ _QUOTA = ErrorKind(429, "rate_limit_error", "rate_limit_exceeded")
 
 def error_response(error: EyasError, scope: Scope) -> JSONResponse:
     """Return the HTTP response to an error. scope: of the request."""
-    body = anthropic_error_body(error) if _is_anthropic(scope) else error_body(error)
+    body = anthropic_error_body(error) if _is_anthropic(get_route_path(scope)) else error_body(error)
     return JSONResponse(body, _kind(error).status, _headers(error))
 
 
@@ -134,8 +134,8 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(RequestFailed("internal error"), request.scope)
 
 
-def _is_anthropic(scope: Scope) -> bool:
-    return get_route_path(scope).startswith(_ANTHROPIC_PATH)
+def _is_anthropic(path: str) -> bool:
+    return path.startswith(_ANTHROPIC_PATH)
 
 
 def _kind(error: EyasError) -> ErrorKind:
@@ -149,7 +149,7 @@ def _body(kind: ErrorKind, message: str, param: str = "") -> dict[str, Any]:
 
 def _shaped(kind: ErrorKind, message: str, path: str) -> dict[str, Any]:
     """Return an error of HTTP itself in the shape of the API below a path."""
-    return _anthropic_body(kind.status, message) if path.startswith(_ANTHROPIC_PATH) else _body(kind, message)
+    return _anthropic_body(kind.status, message) if _is_anthropic(path) else _body(kind, message)
 
 
 def _anthropic_body(status: int, message: str) -> dict[str, Any]:

@@ -143,7 +143,6 @@ async def test_a_router_serves_without_any_registry() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "dns"}, "kind is 'dns'; it must be one of redis, static, kubernetes"),
         ({"kind": "static", "verifiers": ("host",)}, "address 'host' is not host:port"),
         ({"kind": "static", "drafters": (":7",)}, "address ':7' is not host:port"),
         ({"verifiers": ("host:1",)}, "workers are listed, but kind is redis"),

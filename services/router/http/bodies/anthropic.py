@@ -14,7 +14,7 @@ from pydantic import FailFast, Field, model_validator
 from eyas.api.validation import MAX_INT
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies.base import StrictModel, Text, Texts, one_or_list
-from eyas.services.router.http.bodies.openai import ChatBody, SamplingBody, chat_body
+from eyas.services.router.http.bodies.openai import ChatBody, SamplingBody
 
 _PARTS = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -148,22 +148,17 @@ class PromptBody(SamplingBody):
 
     def chat(self) -> ChatBody:
         """Return the chat that this body asks for; its events have usage. Raises InvalidRequest."""
-        shared = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
-        shared.pop("metadata", None)
-        messages: list[dict[str, Any]] = [{"role": "system", "content": _text(self.system)}] if self.system else []
-        messages += [turn for message in self.messages for turn in _turns(message)]
-        variables = (self.thinking.template_variables if self.thinking else {}) | self.chat_template_kwargs
-        more: dict[str, Any] = {"chat_template_kwargs": variables} if variables else {}
-        if self.tools:
-            more["tools"] = [_function(tool) for tool in self.tools]
-        if self.tool_choice is not None:
-            more |= _tool_choice(self.tool_choice)
-        if self.output_config is not None:
-            more |= _output_options(self.output_config)
-        if self.messages[-1].role == "assistant":
-            more["continue_final_message"] = True
-        options = {"include_usage": True, "continuous_usage_stats": True}
-        return chat_body(**(shared | more | {"messages": messages, "stream": True, "stream_options": options}))
+        system = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        return self.chat_with(
+            messages=[*system, *(turn for message in self.messages for turn in _turns(message))],
+            metadata=None,  # here it may hold more than texts
+            chat_template_kwargs=(self.thinking.template_variables if self.thinking else {}) | self.chat_template_kwargs,
+            tools=[_function(tool) for tool in self.tools],
+            continue_final_message=self.messages[-1].role == "assistant",
+            stream_options={"include_usage": True, "continuous_usage_stats": True},
+            **(_tool_choice(self.tool_choice) if self.tool_choice else {}),
+            **(_output_options(self.output_config) if self.output_config else {}),
+        )
 
 
 class MessagesBody(PromptBody):
@@ -210,9 +205,8 @@ def _call(block: ContentBlock) -> dict[str, Any]:
 
 
 def _function(tool: AnthropicTool) -> dict[str, Any]:
-    described = {"description": tool.description} if tool.description else {}
-    strict = {"strict": True} if tool.strict else {}
-    return {"type": "function", "function": {"name": tool.name, "parameters": tool.input_schema} | described | strict}
+    function = tool.model_dump(include={"name", "description", "strict"})
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
 
 
 def _tool_choice(choice: AnthropicToolChoice) -> dict[str, Any]:

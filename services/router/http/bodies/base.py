@@ -200,11 +200,21 @@ class StrictModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
+    @classmethod
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Return the fields of an object under the names and in the forms of this model. The object stays as it is.
+
+        Raises InvalidRequest for what has no meaning here.
+        """
+        return data
+
     @model_validator(mode="before")
     @classmethod
-    def _drop_neutral_values(cls, data: Any, info: ValidationInfo) -> Any:
+    def _read(cls, data: Any, info: ValidationInfo) -> Any:
+        """Translate the fields and drop neutral values."""
         if not isinstance(data, dict):
             return data
+        data = cls.translated(data)
         check_sizes(data)
         if len(data) > MAX_FIELDS:
             raise InvalidRequest(f"an object has {len(data)} fields; give {MAX_FIELDS} at most")

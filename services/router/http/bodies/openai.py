@@ -107,11 +107,8 @@ class ResponseFormat(StrictModel):
     pattern: Text | None = None
     grammar: Text | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _read_other_forms(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
         data = {name: value for name, value in data.items() if value is not None}
         target = {"regex": "pattern", "grammar": "grammar"}.get(str(data.get("type")), "schema")
         for name in ("value", "schema", "regex"):
@@ -203,10 +200,17 @@ class SamplingBody(UnusedFields):
     guided_json_object: bool = False
     guided_whitespace_pattern: Text | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _read_names_of_others(cls, data: Any) -> Any:
-        return translated(data, field_names(cls)) if isinstance(data, dict) else data
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
+        return translated(data, field_names(cls))
+
+    def chat_with(self, **fields: Any) -> ChatBody:
+        """Return the chat that another API's body asks for, with usage in its events. Raises InvalidRequest.
+
+        fields: those that are not shared; None leaves one out.
+        """
+        shared = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
+        return chat_body(**{"stream_options": {"include_usage": True}} | shared | fields | {"stream": True})
 
 
 class Body(SamplingBody):
@@ -222,13 +226,11 @@ class Body(SamplingBody):
     response_format: ResponseFormat | None = None
     return_token_ids: bool = False
 
-    @model_validator(mode="before")
     @classmethod
-    def _drop_best_of_n(cls, data: Any) -> Any:
-        """Drop a best_of that generates no more completions than it returns."""
-        if isinstance(data, dict) and "best_of" in data and data["best_of"] == data.get("n", 1):
-            return {name: value for name, value in data.items() if name != "best_of"}
-        return data
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if "best_of" in data and data["best_of"] == data.get("n", 1):  # no more completions than are returned
+            data = {name: value for name, value in data.items() if name != "best_of"}
+        return super().translated(data)
 
     @model_validator(mode="after")
     def _check_options(self) -> Body:
@@ -439,27 +441,11 @@ class ChatBody(Body, ToolFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
-    @model_validator(mode="before")
     @classmethod
-    def _continue_prefix(cls, data: Any) -> Any:
-        """Read the mark of a last message that is to be continued: DeepSeek's and Mistral's `prefix`, or `partial`."""
-        if not isinstance(data, dict) or not isinstance(messages := data.get("messages"), list) or not messages:
-            return data
-        last = messages[-1]
-        marks = {"prefix", "partial"} & last.keys() if isinstance(last, dict) and last.get("role") == "assistant" else set()
-        if not marks:
-            return data
-        continues = {"continue_final_message": True} if any(last[mark] for mark in marks) else {}
-        rest = {name: value for name, value in last.items() if name not in marks}
-        return {**data, "messages": [*messages[:-1], rest], **continues}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_zero_top_logprobs(cls, data: Any) -> Any:
-        """Drop a top_logprobs of 0, which some clients send without logprobs."""
-        if isinstance(data, dict) and data.get("top_logprobs") == 0 and not data.get("logprobs"):
-            return {name: value for name, value in data.items() if name != "top_logprobs"}
-        return data
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if data.get("top_logprobs") == 0 and not data.get("logprobs"):  # which some clients send
+            data = {name: value for name, value in data.items() if name != "top_logprobs"}
+        return super().translated(_with_continued(data))
 
     @model_validator(mode="after")
     def _check_consistent(self) -> ChatBody:
@@ -501,6 +487,16 @@ class ChatBody(Body, ToolFields):
         return names.get(param) or super().name_of(param)
 
 
+def _with_continued(data: dict[str, Any]) -> dict[str, Any]:
+    """Read the mark of a last message that is to be continued: DeepSeek's and Mistral's `prefix`, or `partial`."""
+    match data.get("messages"):
+        case [*before, {"role": "assistant", **last}] if marks := {"prefix", "partial"} & last.keys():
+            continues = {"continue_final_message": True} if any(last[mark] for mark in marks) else {}
+            rest = {name: value for name, value in last.items() if name not in marks}
+            return {**data, "messages": [*before, {"role": "assistant", **rest}], **continues}
+    return data
+
+
 def chat_body(**fields: Any) -> ChatBody:
     """Return the body of a chat that another API's body asks for. Raises InvalidRequest."""
     try:
@@ -523,11 +519,10 @@ class TokenizeBody(StrictModel):
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _read_llama_cpp_names(cls, data: Any) -> Any:
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Read llama.cpp's `content`, without special tokens unless `add_special` asks for them."""
-        if not isinstance(data, dict) or "content" not in data or "prompt" in data:
+        if "content" not in data or "prompt" in data:
             return data
         rest = {name: value for name, value in data.items() if name not in ("content", "add_special")}
         return {"add_special_tokens": data.get("add_special", False), **rest, "prompt": data["content"]}
@@ -595,11 +590,8 @@ def _unknown_field(param: str, name: str) -> str:
     parts = (Message, EarlierCall, FunctionDefinition, StreamOptions, ResponseFormat, StructuredOutputsBody)
     known = [one for model in (*bodies.values(), *parts) for one in field_names(model)]
     similar = near_names(name, frozenset([*known, *RENAMED, *RESHAPED]) - {name})
-    return f"{param} is not a known field; {f'did you mean {_either(similar)}?' if similar else 'leave it out'}"
-
-
-def _either(names: Sequence[str]) -> str:
-    return " or ".join(names[:MAX_GUESSES])
+    guesses = " or ".join(similar[:MAX_GUESSES])
+    return f"{param} is not a known field; {f'did you mean {guesses}?' if guesses else 'leave it out'}"
 
 
 def _token_id(name: str) -> int:

@@ -11,7 +11,7 @@ from pydantic import FailFast, Field, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies.base import StrictModel, Text, one_or_list
-from eyas.services.router.http.bodies.openai import ChatBody, SamplingBody, chat_body
+from eyas.services.router.http.bodies.openai import ChatBody, SamplingBody
 
 _LOGPROBS = "message.output_text.logprobs"
 _PARTS = {
@@ -61,10 +61,9 @@ class InputItem(StrictModel):
     summary: list[Any] | None = None
     encrypted_content: str = ""
 
-    @model_validator(mode="before")
     @classmethod
-    def _reduce_reasoning(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or data.get("type") != "reasoning":
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
+        if data.get("type") != "reasoning":
             return data
         parts = data.get("content")
         texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
@@ -135,34 +134,28 @@ class ResponsesBody(SamplingBody):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     thinking_token_budget: int | None = None
 
-    @model_validator(mode="before")
     @classmethod
-    def _refuse_stored(cls, data: Any) -> Any:
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
         for name in ("previous_response_id", "conversation", "prompt"):
-            if isinstance(data, dict) and data.get(name) is not None:
+            if data.get(name) is not None:
                 raise InvalidRequest(f"{name} refers to what is stored, and nothing is stored here; send it as input", name)
-        return data
+        return super().translated(data)
 
     def chat(self) -> ChatBody:
         """Return the chat that this body asks for. Raises InvalidRequest."""
-        shared = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
-        messages: list[dict[str, Any]] = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        messages += _messages(self.input)
-        more: dict[str, Any] = {"max_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
-        if self.thinking_token_budget is not None:
-            more["thinking_token_budget"] = self.thinking_token_budget
-        if self.tools:
-            more["tools"] = [_chat_tool(tool) for tool in self.tools]
-        if self.tool_choice is not None:
-            more["tool_choice"] = self.tool_choice
-        if self.reasoning is not None and self.reasoning.effort:
-            more["reasoning_effort"] = self.reasoning.effort
-        if self.text is not None and self.text.format is not None:
-            more["response_format"] = _response_format(self.text.format)
-        if _LOGPROBS in self.include:
-            more |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        return chat_body(
-            **(shared | more | {"messages": messages, "stream": True, "stream_options": {"include_usage": True}})
+        instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        has_logprobs = _LOGPROBS in self.include
+        return self.chat_with(
+            messages=[*instructions, *_messages(self.input)],
+            max_tokens=self.max_output_tokens,
+            chat_template_kwargs=self.chat_template_kwargs,
+            thinking_token_budget=self.thinking_token_budget,
+            tools=[_chat_tool(tool) for tool in self.tools],
+            tool_choice=self.tool_choice,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            response_format=_response_format(self.text.format) if self.text and self.text.format is not None else None,
+            logprobs=has_logprobs,
+            top_logprobs=self.top_logprobs if has_logprobs else None,
         )
 
     def name_of(self, param: str) -> str:

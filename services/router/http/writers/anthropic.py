@@ -58,7 +58,9 @@ class MessagesWriter:
         for event in self.chat.events(ready):
             if not self._has_started:
                 self._has_started = True
-                yield {"type": "message_start", "message": self._message([], event["usage"] | {"completion_tokens": 0})}
+                named = {"id": self.id, "type": "message", "role": "assistant", "model": self.chat.model, "content": []}
+                usage = _usage(event["usage"] | {"completion_tokens": 0})
+                yield {"type": "message_start", "message": named | self._ending | {"usage": usage}}
                 yield {"type": "ping"}
             for choice in event["choices"]:
                 yield from self._blocks.add(choice["delta"])
@@ -81,10 +83,6 @@ class MessagesWriter:
         if error is not None:
             event = anthropic_error_body(error)
             yield json_blocks(event, self.before(event), END_OF_EVENT)
-
-    def _message(self, content: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        named = {"id": self.id, "type": "message", "role": "assistant", "model": self.chat.model, "content": content}
-        return named | {"stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
 
 
 class _Blocks:
@@ -110,7 +108,8 @@ class _Blocks:
             yield self._delta({"type": "text_delta", "text": text})
         for call in delta.get("tool_calls") or ():
             if self._open != call["index"]:
-                yield from self._start(call["index"], _tool_use(call) | {"input": {}})
+                tool = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+                yield from self._start(call["index"], tool)
             if arguments := call["function"].get("arguments"):
                 yield self._delta({"type": "input_json_delta", "partial_json": arguments})
 
@@ -149,10 +148,6 @@ class _WholeBlock:
         """Return the block."""
         kind, text = self._begun["type"], "".join(self._parts)
         return self._begun | ({"input": _arguments(text)} if kind == "tool_use" else {kind: text})
-
-
-def _tool_use(call: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
 
 
 def _arguments(text: str) -> dict[str, Any]:

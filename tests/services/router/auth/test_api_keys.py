@@ -54,7 +54,7 @@ def bearer(key: str) -> dict[str, str]:
 
 def accepts(keys: ApiKeys, key: str) -> bool:
     try:
-        keys.check(bearer(key).items())
+        keys.access(bearer(key).items())
     except Unauthenticated:
         return False
     return True
@@ -197,7 +197,7 @@ async def test_keys_are_required_below_any_root_path(root: str) -> None:
 def test_a_request_with_two_keys_is_refused(headers: list[tuple[str, str]], message: str, is_open: bool) -> None:
     keys = ApiKeys() if is_open else ApiKeys(plain_keys(["one", "two"], "test"))
     with pytest.raises(Unauthenticated, match=message):
-        keys.check(headers)
+        keys.access(headers)
 
 
 @pytest.mark.parametrize(

@@ -220,11 +220,11 @@ def test_keys_come_from_the_environment_and_a_file(tmp_path: Path) -> None:
     file.write_text("three\n\n  four\n")
     keys = load_api_keys(ApiKeysConfig("KEYS", str(file)), {"KEYS": "one, two"})
     for key in ("one", "two", "three", "four"):
-        keys.check([("authorization", f"Bearer {key}")])
+        keys.access([("authorization", f"Bearer {key}")])
     for value in ("", "one", "Bearer", "Bearer ", "Basic one", "Bearer five"):
         with pytest.raises(Unauthenticated):
-            keys.check([("authorization", value)])
-    load_api_keys(ApiKeysConfig(), {}).check(())
+            keys.access([("authorization", value)])
+    load_api_keys(ApiKeysConfig(), {}).access(())
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ async def bounded_server(kind: str, tls: TlsConfig, limits: LimitsConfig) -> Asy
 
 class GuardedVerifier(ScriptedVerifier):
     async def Generate(self, request: Any, context: Any) -> None:  # noqa: N802
-        ApiKeys(plain_keys(["one"], "test")).check(context.invocation_metadata())
+        ApiKeys(plain_keys(["one"], "test")).access(context.invocation_metadata())
         await super().Generate(request, context)
 
 

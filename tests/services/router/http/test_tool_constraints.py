@@ -13,6 +13,7 @@ from eyas.errors import InvalidRequest
 from eyas.grammar.compiler import GrammarCompiler
 from eyas.services.router.http.bodies.tools import ToolFields
 from eyas.services.router.http.tool_constraints import ChatOutput
+from eyas.text.chat_message import joined
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from eyas.text.tool_call_formats import MARKS
@@ -169,7 +170,7 @@ def test_a_forced_call_is_one_that_the_parser_reads(name: Any, folder: str | Pat
         assert several.admits(text)
         assert one.admits(text) == (calls == (ADD,))
         parser = form.parser(tools={"add": PARAMETERS, "now": {}})
-        message = parser.push(text) + parser.finish()
+        message = joined(parser.pieces(text) + parser.last_pieces())
         assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == [
             (name, json.loads(own)) for name, own in calls
         ]
@@ -252,7 +253,7 @@ def test_parameters_between_tags_match_their_schema() -> None:
     near, city = '{"km":3}', 'New "York"\n<b> & co'
     text = parameters(city=city, unit="F", code="US", near=near, days="[1,2]")
     assert constraint.admits(text)
-    message = form.parser(tools={"look": TEXTS}).push(text)
+    message = joined(form.parser(tools={"look": TEXTS}).pieces(text))
     expected = {"city": city, "unit": "F", "code": "US", "near": {"km": 3}, "days": [1, 2]}
     assert json.loads(message.tool_calls[0].arguments) == expected
     assert constraint.admits(parameters(city="", near=near))
@@ -318,7 +319,8 @@ def test_a_value_between_tags_is_one_of_its_schema(schema: Any, written: dict[st
     for text, value in written.items():
         call = parameters(p=text)
         assert constraint.admits(call), text
-        assert json.loads(form.parser(tools={"look": whole}).push(call).tool_calls[0].arguments) == {"p": value}
+        message = joined(form.parser(tools={"look": whole}).pieces(call))
+        assert json.loads(message.tool_calls[0].arguments) == {"p": value}
     for text in wrong:
         assert not constraint.admits(parameters(p=text)), text
 
@@ -393,7 +395,7 @@ def test_names_that_python_reserves_are_parameters() -> None:
     schema = {"type": "object", "properties": {"from": {"type": "string"}, "user-id": {"type": "integer"}}}
     text, form = '[look(from="a/b", user-id=3)]', ChatFormat("pythonic")
     assert Constraint(DEMO, form, tools=strict(schema), tool_choice="required").admits(text)
-    (call,) = form.parser(tools={"look": schema}).push(text).tool_calls
+    (call,) = joined(form.parser(tools={"look": schema}).pieces(text)).tool_calls
     assert json.loads(call.arguments) == {"from": "a/b", "user-id": 3}
 
 

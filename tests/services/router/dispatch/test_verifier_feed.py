@@ -12,13 +12,18 @@ import pytest
 
 from eyas.api.outputs import TextChunk, Totals
 from eyas.api.request import Chunk
-from eyas.config import RetryConfig, ServerConfig
+from eyas.config import RegistryConfig, RetryConfig, RouterConfig, ServerConfig
+from eyas.engine.async_engine import UnreadBudget
 from eyas.errors import Unavailable
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import chunk_from_proto, generate_call_from_proto, generate_call_to_proto
 from eyas.rpc.server import RpcServer
-from eyas.services.router.dispatch.chunk_feed import MAX_UNREAD, ChunkFeed, FedCall
-from eyas.services.verifier.chunk_feeds import LARGE_CHUNK_BYTES, ChunkFeeds
+from eyas.services.discovery.redis_registry import Registry
+from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, SessionMap
+from eyas.services.router.dispatch.verifier_feed import MAX_UNREAD, FedCall, FeedLost, VerifierFeed
+from eyas.services.router.dispatch.workers import WorkerPool
+from eyas.services.router.telemetry import RouterTelemetry
+from eyas.services.verifier.chunk_feeds import LARGE_CHUNK_BYTES, ChunkFeeds, RouterFeed
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import (
     ChunkFeedServicer,
@@ -94,7 +99,7 @@ async def connected(verifier: Verifier, feeds: ChunkFeedServicer | None = None) 
     await server.stop(0)
 
 
-async def opened(feed: ChunkFeed) -> None:
+async def opened(feed: VerifierFeed) -> None:
     """Wait until calls may name a feed."""
     for _ in range(1000):
         with feed.call() as fed:
@@ -104,7 +109,7 @@ async def opened(feed: ChunkFeed) -> None:
     raise AssertionError("the feed does not open")
 
 
-async def tokens_of(channel: Any, feed: ChunkFeed, num_tokens: int = NUM_TOKENS, pause_s: float = 0.0) -> list[int]:
+async def tokens_of(channel: Any, feed: VerifierFeed, num_tokens: int = NUM_TOKENS, pause_s: float = 0.0) -> list[int]:
     """Return the tokens of a call that names the feed."""
     found = list[int]()
     with feed.call() as fed:
@@ -122,7 +127,7 @@ async def tokens_of(channel: Any, feed: ChunkFeed, num_tokens: int = NUM_TOKENS,
 async def test_calls_share_messages_and_keep_their_order() -> None:
     verifier = Verifier()
     async with connected(verifier) as channel:
-        feed = ChunkFeed(channel, Peers())
+        feed = VerifierFeed(channel, Peers())
         await opened(feed)
         calls = [asyncio.create_task(tokens_of(channel, feed)) for _ in range(8)]
         await until(lambda: verifier.num_calls == 8)
@@ -156,12 +161,26 @@ async def test_a_message_holds_the_chunks_of_a_step() -> None:
             assert (last.num_fed, *last.token_ids) == (2, 2)
 
 
+def test_a_feed_holds_what_other_readers_leave_free() -> None:
+    unread = UnreadBudget(max_bytes=1000, num_bytes=200)
+    feed = RouterFeed(unread, {1})
+    chunk = generation_pb2.GenerateChunk(token_ids=[1])
+    while feed.add(1, chunk, 100):
+        assert unread.num_bytes == 200 + feed.num_bytes
+    assert feed.num_bytes == 400
+    assert len(feed.take()) == 4
+    assert unread.num_bytes == 200
+    assert feed.add(1, chunk, 100)
+    feed.close()
+    assert unread.num_bytes == 200
+
+
 @pytest.mark.parametrize("large", [0, 5])
 async def test_chunks_after_a_large_one_keep_their_order(large: int) -> None:
     verifier = Verifier(large)
     verifier.go.set()
     async with connected(verifier) as channel:
-        feed = ChunkFeed(channel, Peers())
+        feed = VerifierFeed(channel, Peers())
         await opened(feed)
         assert await tokens_of(channel, feed) == list(range(NUM_TOKENS))
         assert verifier.streamed[-1] == NUM_TOKENS - 1
@@ -175,7 +194,7 @@ async def test_a_slow_reader_gets_the_rest_on_its_own_stream() -> None:
     verifier.go.set()
     num_tokens = 40 * MAX_UNREAD
     async with connected(verifier) as channel:
-        feed = ChunkFeed(channel, Peers())
+        feed = VerifierFeed(channel, Peers())
         await opened(feed)
         slow = asyncio.create_task(tokens_of(channel, feed, num_tokens, 0.001))
         assert await tokens_of(channel, feed) == list(range(NUM_TOKENS))
@@ -233,6 +252,50 @@ async def test_calls_of_a_feed_that_stops_stall(url: str) -> None:
         assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the verifier sent nothing for 0.2 s")
 
 
+class BreakingFeeds(ChunkFeeds):
+    """Feeds that break once a call has come, with a chunk of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_call = asyncio.Event()
+
+    async def Follow(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        await context.write(generation_pb2.FedChunks())
+        await self.has_call.wait()
+        raise Unavailable("broken")
+
+
+class BreakingVerifier(ScriptedVerifier):
+    """A verifier that answers, and whose feed does not."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(script)
+        self.feeds: BreakingFeeds = BreakingFeeds()
+
+    async def Generate(self, message: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        self.feeds.has_call.set()
+        await context.write(generation_pb2.GenerateChunk(token_ids=REST[1:2], is_draft_token=[False], num_fed=1))
+
+
+async def test_a_lost_feed_ejects_no_verifier(url: str) -> None:
+    registry, peers = Registry(RegistryConfig(url, 60.0, 0.05)), Peers()
+    workers = WorkerPool(registry, RouterConfig(()), peers)
+    once = RetryConfig(max_attempts=1)
+    dispatcher = Dispatcher(workers, SessionMap(None), 20.0, RouterTelemetry(), once)
+    async with worker(url, Script(REST), servicer=BreakingVerifier):
+        await registry.watch("verifier")
+        (verifier,) = registry.known("verifier")
+        await opened(workers.connection(verifier).feed)
+        with pytest.raises(FeedLost):
+            async for _ in dispatcher.stream(
+                replace(CALL, model="demo"), RequestContext(asyncio.get_running_loop().time() + 30)
+            ):
+                pass
+        assert not workers.snapshot().unhealthy
+        await workers.close()
+        await registry.close()
+
+
 async def test_a_cancelled_call_is_read_no_further() -> None:
     with closing(FedCall("f", 1)) as fed:
         fed.add(generation_pb2.GenerateChunk(token_ids=[1]))
@@ -256,7 +319,7 @@ def test_unread_chunks_do_not_keep_those_of_other_calls() -> None:
 
 async def test_a_verifier_without_feeds_is_called_as_before() -> None:
     async with connected(Verifier(), ChunkFeedServicer()) as channel:
-        feed = ChunkFeed(channel, Peers())
+        feed = VerifierFeed(channel, Peers())
         await asyncio.sleep(0.2)
         with feed.call() as fed:
             assert fed is None

@@ -27,7 +27,11 @@ RETRY_INTERVAL_S = 1.0
 log = logging.getLogger(__name__)
 
 
-class ChunkFeed:
+class FeedLost(Unavailable):
+    """A feed that ended before it had all chunks of a call, whose own stream works."""
+
+
+class VerifierFeed:
     """Feed of the calls to one verifier, over its channel. One that has no feeds answers each call on its own stream."""
 
     def __init__(self, channel: grpc.aio.Channel, peers: Peers) -> None:
@@ -119,7 +123,7 @@ class FedCall:
     async def read(self, stream: Any) -> Any:
         """Return the next chunk, and what `stream.read` raises or returns at the end. stream: the call's own.
 
-        Raises Unavailable if the feed has ended before it had all chunks, CancelledError after `cancel`.
+        Raises FeedLost if the feed has ended before it had all chunks, CancelledError after `cancel`.
         """
         while not self._unread or self._is_cancelled:
             if self._is_cancelled:
@@ -133,7 +137,7 @@ class FedCall:
                     self._own = None
                     return message
                 if self._is_lost:
-                    raise Unavailable("the verifier's feed ended before it had all chunks of a call")
+                    raise FeedLost("the verifier's feed ended before it had all chunks of a call")
             self._has_news.clear()
             await self._has_news.wait()
         self._num_read += 1
