@@ -5,15 +5,7 @@ from typing import Any
 import pytest
 from openai import NotFoundError
 
-from tests.support.services.http_router import (
-    ALL,
-    CHAT,
-    PROMPT_TEXT,
-    REST_TEXT,
-    TOKENIZER,
-    Script,
-    served,
-)
+from tests.support.services.http_router import ALL, CHAT, PROMPT_TEXT, REST_TEXT, TOKENIZER, Script, served
 from tests.support.services.scripted_verifier import CHUNK_TOKENS, PROMPT, REST, TEXT, TOKENS
 
 USAGE = (len(PROMPT), len(REST), len(TOKENS), len(PROMPT) - 1)
@@ -107,16 +99,6 @@ async def test_speculation_statistics_are_returned_on_request(url: str) -> None:
     assert (sum(histogram), sum(at * steps for at, steps in enumerate(histogram))) == (num_verify_steps, accepted)
     assert last["speculative_decoding"]["acceptance_histogram"] == histogram
     assert scored == 0, "the one token that scoring costs does not count"
-
-
-async def test_a_stop_string_ends_the_text(url: str) -> None:
-    async with served(url) as client:
-        stopped = ALL | {"stop": ["nowhere", "Eagle"]}
-        whole = await client.completions.create(**stopped)
-        streamed = "".join(await texts(await client.completions.create(**stopped, stream=True)))
-    (choice,) = whole.choices
-    assert choice.text == streamed == TEXT[len(PROMPT_TEXT) : TEXT.index("Eagle")]
-    assert choice.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("stream", [False, True])
