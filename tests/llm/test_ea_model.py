@@ -98,14 +98,6 @@ def test_max_length_counts_the_prompt(model: EaModel) -> None:
         model.eagenerate(torch.ones(2, 3, dtype=torch.long))
 
 
-def test_the_model_has_the_attributes_of_the_original(model: EaModel) -> None:
-    assert model.eval() is model
-    assert model.get_tokenizer() is model.tokenizer
-    assert model.base_model.config.vocab_size == model.vocab_size
-    assert next(model.parameters()).device.type == "cpu"
-    assert model.base_model.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
