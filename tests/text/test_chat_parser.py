@@ -193,11 +193,7 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (
         ChatFormat("pythonic"),
         r"""[add(from="x", user-id=1, a="\d\/", b=[{'c': r"\d"}, (1, None)], )]""",
-        ChatMessage(
-            "",
-            "",
-            calls(("add", r'{"from": "x", "user-id": 1, "a": "\\d/", "b": [{"c": "\\d"}, [1, null]]}')),
-        ),
+        ChatMessage("", "", calls(("add", r'{"from": "x", "user-id": 1, "a": "\\d/", "b": [{"c": "\\d"}, [1, null]]}'))),
     ),
     (ChatFormat("pythonic"), "[add(a=1, a=2)]", ChatMessage("[add(a=1, a=2)]")),
     (
@@ -237,11 +233,7 @@ SLIPS: list[tuple[ChatFormat, str, ChatMessage]] = [
         '<tool_call>{"name": "add", "arguments": {"a": 1}}\n{"name": "add"}</tool_call>',
         ChatMessage("", "", calls(ADD, ("add", "{}"))),
     ),
-    (
-        HERMES,
-        """<tool_call>{"name": "add", "arguments": {'a': 1, }}}</tool_call>ok""",
-        ChatMessage("ok", "", calls(ADD)),
-    ),
+    (HERMES, """<tool_call>{"name": "add", "arguments": {'a': 1, }}}</tool_call>ok""", ChatMessage("ok", "", calls(ADD))),
     (
         HERMES,
         '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}</tool_call>',

@@ -138,10 +138,7 @@ def test_segments_of_unlike_sizes_equal_the_plain_form(is_delta: bool) -> None:
 @pytest.mark.parametrize("sizes", [Sizes(1, 1, 8, 8), Sizes(4, 4, 24, 40), Sizes(1, 3, 128, 128), Sizes(2, 4, 128, 64)])
 @pytest.mark.parametrize("is_delta", [True, False])
 def test_any_heads_widths_and_types_equal_the_plain_form(sizes: Sizes, dtype: torch.dtype, is_delta: bool) -> None:
-    segments = [
-        segment(11, StateStep(3, 4, 200 + np.arange(3), stash=0), bushy(11)),
-        segment(40, StateStep(START, 5)),
-    ]
+    segments = [segment(11, StateStep(3, 4, 200 + np.arange(3), stash=0), bushy(11)), segment(40, StateStep(START, 5))]
     Layer(sizes, segments, is_delta, dtype).check()
 
 

@@ -181,12 +181,7 @@ def test_a_verifier_uses_the_wiring_that_works(tmp_path: Path, short: None) -> N
     config = VerifierConfig("demo", TARGET, head, dtype="float32", device="cpu", engine=fixed_config())
     for checks, layers in ((config, RIGHT.aux_hidden_state_layers), (replace(config, validate_head="never"), (3, 7, 10))):
         engine, _ = load_engine(
-            checks,
-            Checkpoint(TARGET),
-            DraftHead(head, "eagle3"),
-            TargetInfo("target", "features"),
-            TargetWorkers(),
-            Peers(),
+            checks, Checkpoint(TARGET), DraftHead(head, "eagle3"), TargetInfo("target", "features"), TargetWorkers(), Peers()
         )
         assert engine.target.aux_hidden_state_layers == layers
 

@@ -376,11 +376,7 @@ NIGHTLY = ("qwen-2", "phi-3", "qwen-3-moe", "dense", "experts")  # their parts a
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("qwen-3", "mixtral", "gemma-2", "e2b"),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY),
-    ],
+    "name", [*("qwen-3", "mixtral", "gemma-2", "e2b"), *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
 )
 def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")

@@ -77,11 +77,7 @@ async def test_a_missed_delete_is_mended_by_the_next_list() -> None:
 
 
 async def test_a_stalled_watch_hides_nothing_for_long(caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        running(ApiServer(mute=True)) as api,
-        pod_worker() as worker,
-        discovering(kubernetes(api, SOON)) as discovery,
-    ):
+    async with running(ApiServer(mute=True)) as api, pod_worker() as worker, discovering(kubernetes(api, SOON)) as discovery:
         await until(lambda: api.num_watching == 1)
         api.put("v", worker.address, pod(worker.address))
         await until(lambda: names(discovery) == {worker.incarnation})
@@ -123,11 +119,7 @@ async def test_discovery_is_not_synced_without_the_api_server(caplog: pytest.Log
 
 
 async def test_an_expired_watch_restarts(caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        running(ApiServer()) as api,
-        pod_worker() as worker,
-        discovering(kubernetes(api, FOR_EVER)) as discovery,
-    ):
+    async with running(ApiServer()) as api, pod_worker() as worker, discovering(kubernetes(api, FOR_EVER)) as discovery:
         await until(lambda: api.num_watching == 1)
         api.forget()
         api.put("v", worker.address, pod(worker.address))

@@ -104,10 +104,7 @@ def test_late_trees_are_dropped_and_an_open_breaker_is_free() -> None:
             assert remote.num_lost == 2
             started = time.monotonic()
             for _ in range(50):
-                assert remote.request([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=NO_TREE)])() == [
-                    None,
-                    None,
-                ]
+                assert remote.request([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=NO_TREE)])() == [None, None]
             assert remote.num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
         finally:
             remote.config = PATIENT  # the drafter answers from now on, however slowly
@@ -124,10 +121,7 @@ def test_a_killed_drafter_costs_drafts_only_and_is_resynced() -> None:
         remote.request([context("a", TOKENS[:5])])()
     with closing(remote):
         eventually(lambda: not remote.connected)
-        assert remote.request([context("a", TOKENS[:7], base=5), context("b", TOKENS[:3], budget=NO_TREE)])() == [
-            None,
-            None,
-        ]
+        assert remote.request([context("a", TOKENS[:7], base=5), context("b", TOKENS[:3], budget=NO_TREE)])() == [None, None]
         with serving(ToyDrafter(), port=int(address.rpartition(":")[2])):
             eventually(lambda: remote.connected)
             assert remote.request([context("a", TOKENS[:9], base=5)])() == [ResyncRequired("a", 0, 0)]
