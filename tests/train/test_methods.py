@@ -21,6 +21,7 @@ from eyas.train.evaluate import Evaluation
 from eyas.train.features import NoStates, OnlineTarget
 from eyas.train.methods import TRAINEES, build_trainer
 from eyas.train.trainer import Trainer
+from tests.support.tiers import tiered
 from tests.train.small_runs import settings
 
 TRACKIO = """
@@ -41,9 +42,7 @@ def loss(trainer: Trainer) -> float:
 DAILY = ("dspark", "peagle", "eagle3", "medusa", "draft_model")  # a class of trainees each
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(method, marks=() if method in DAILY else pytest.mark.nightly) for method in TRAINEES]
-)
+@pytest.mark.parametrize("method", tiered(TRAINEES, DAILY))
 def test_a_method_trains_and_its_head_drafts_in_the_engine(method: str, folder: Path, tmp_path: Path) -> None:
     config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"), optimizer__max_steps=8)
     trainer = build_trainer(config)
