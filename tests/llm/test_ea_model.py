@@ -113,6 +113,7 @@ def test_what_eyas_does_not_have_is_refused(options: dict[str, Any], reason: str
         load(**{"base_model_path": BASE, "ea_model_path": HEAD, "device_map": "cpu", **options})
 
 
+@pytest.mark.slow
 def test_a_script_of_the_eagle_repository_runs_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -131,11 +131,6 @@ def test_a_bad_name_of_a_session_ends_its_own_stream_only(
     assert roots(converse(stub, [GOOD])[0]) == {"a": 14}
 
 
-def test_a_stream_that_ends_releases_its_sessions(stub: draft_pb2_grpc.DraftStub, drafter: ToyDrafter) -> None:
-    converse(stub, [GOOD, packed(context("b", TOKENS[:3]))])
-    eventually(lambda: not drafter.sessions)
-
-
 def test_a_drafter_that_fails_costs_trees_and_nothing_else() -> None:
     trouble = iter([RuntimeError("out of memory")])
 
@@ -271,17 +266,6 @@ def test_a_batch_is_shared_by_tokens_not_by_commits() -> None:
     with worker:
         eventually(lambda: len(replies) == 2)
     assert drafter.batches == [["0/h", "1/a", "1/b", "1/c"], ["0/i", "0/j"]]
-
-
-def test_more_streams_than_a_batch_takes_are_all_served() -> None:
-    drafter, replies = Recorder(), list[DraftResponse | None]()
-    worker = DraftWorker(drafter, INFO, queue=LIMITS)
-    for number in range(6):
-        worker.submit(worker.open(replies.append), DraftRequest(1, commits("a", "b")))
-        assert worker.load().num_waiting == number + 1
-    with worker:
-        eventually(lambda: len(replies) == 6)
-    assert drafter.batches[:2] == [["0/a", "1/a", "2/a", "3/a"], ["4/a", "5/a", "0/b", "1/b"]]
 
 
 def test_sessions_beyond_the_limit_are_refused_until_others_end() -> None:

@@ -168,13 +168,6 @@ def test_an_invalid_answer_undoes_no_earlier_failure() -> None:
     assert breaker.state == "open"
 
 
-def test_an_unreachable_address_means_no_drafts_and_no_wait() -> None:
-    with serving(ToyDrafter()) as address:
-        pass
-    with closing(RemoteDrafter(address, NEEDS, PATIENT)) as remote:
-        assert remote.request([context("a", TOKENS[:5])])() == [None]
-
-
 def test_a_drafter_that_needs_missing_features_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     info = replace(INFO, needs_samples=True)
     with serving(ToyDrafter(), info) as address, closing(RemoteDrafter(address, NEEDS, PATIENT)) as remote:

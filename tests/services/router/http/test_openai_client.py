@@ -22,12 +22,13 @@ async def texts(events: Any) -> list[str]:
 @pytest.mark.parametrize("prompt", [PROMPT_TEXT, [PROMPT_TEXT], list(PROMPT), [list(PROMPT)]])
 async def test_a_completion_is_whole(url: str, prompt: Any) -> None:
     async with served(url) as client:
-        answer = await client.completions.create(**ALL | {"prompt": prompt})
+        response = await client.completions.with_raw_response.create(**ALL | {"prompt": prompt})
+    answer = response.parse()
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason, choice.index, choice.logprobs) == (REST_TEXT, "length", 0, None)
     assert numbers(answer.usage) == USAGE
     assert (answer.object, answer.model) == ("text_completion", "demo")
-    assert answer._request_id == answer.id
+    assert response.headers["x-request-id"] == answer.id
 
 
 async def test_a_chat_is_whole(url: str) -> None:
@@ -178,8 +179,9 @@ async def test_an_id_of_the_client_is_cut_and_escaped(url: str) -> None:
 @pytest.mark.parametrize(("own", "expected"), [(" ", None), ("a ", "chatcmpl-a"), ("漢", "chatcmpl-\\u6f22")])
 async def test_an_id_of_the_body_fits_a_header(own: str, expected: str | None, url: str) -> None:
     async with served(url, Script(TOKENS)) as client:
-        answer = await client.chat.completions.create(**CHAT, extra_body={"request_id": own})
-    assert answer._request_id == answer.id
+        response = await client.chat.completions.with_raw_response.create(**CHAT, extra_body={"request_id": own})
+    answer = response.parse()
+    assert response.headers["x-request-id"] == answer.id
     assert answer.id == expected or expected is None
 
 
