@@ -57,6 +57,17 @@ def supervised(file: Path) -> str:
     return reader.tokenizer.decode(ids)
 
 
+def test_only_the_assistants_words_count_in_both_layouts(tmp_path: Path) -> None:
+    names = {"user": "human", "assistant": "gpt"}
+    sharegpt = [{"from": names[message["role"]], "value": message["content"]} for message in CHAT]
+    one = supervised(write(tmp_path / "messages.jsonl", {"messages": CHAT}))
+    two = supervised(write(tmp_path / "sharegpt.jsonl", {"conversations": sharegpt}))
+    assert one == two
+    assert "return 1" in one
+    assert "return 2" in one
+    assert "def" not in one
+
+
 @pytest.mark.parametrize(
     ("entries", "message"),
     [
@@ -256,6 +267,24 @@ def test_turns_that_cannot_be_found_are_counted(tmp_path: Path) -> None:
     ((documents, _),) = reader.read([write(tmp_path / "chat.jsonl", {"messages": reasoning_chat("f")})])
     assert (reader.num_refused, reader.num_separate) == (3, 0)
     assert not any(document.loss_mask.any() for document in documents)
+
+
+def test_all_turns_of_a_conversation_are_in_one_split(tmp_path: Path) -> None:
+    target = target_with_template(tmp_path / "target", DROPS_REASONING)
+    names = [f"name{number}" for number in range(12)]
+    file = write(tmp_path / "chats.jsonl", *({"messages": reasoning_chat(name)} for name in names))
+    info = prepare(target, [file], tmp_path / "data", 0.5, 64, 1, 0, {"enable_thinking": False})
+    assert (info.num_separate, info.num_documents + info.num_heldout) == (24, 36)
+    assert read_prepared(tmp_path / "data") == info
+    texts = {}
+    for split in (TRAIN, HELDOUT):
+        own = [
+            DocumentReader(target, 4096).tokenizer.decode(ids.tolist())
+            for ids, _ in Windows(tmp_path / "data", 64, split).documents
+        ]
+        texts[split] = {name for name in names for text in own if f"{name} one" in text}
+    assert not texts[TRAIN] & texts[HELDOUT]
+    assert texts[TRAIN] | texts[HELDOUT] == set(names)
 
 
 @pytest.mark.nightly

@@ -187,6 +187,13 @@ def test_a_verifier_uses_the_wiring_that_works(tmp_path: Path, short: None) -> N
         assert engine.target.aux_hidden_state_layers == layers
 
 
+def test_a_verifier_refuses_a_random_head(tiny_target: str, tiny_head: str, short: None) -> None:
+    config = VerifierConfig("tiny", tiny_target, tiny_head, dtype="float32", device="cpu", engine=fixed_config())
+    head, info = DraftHead(tiny_head, "eagle3"), TargetInfo("target", "features")
+    with pytest.raises(CheckpointError, match="hardly ever guesses"):
+        load_engine(config, Checkpoint(tiny_target), head, info, TargetWorkers(), Peers())
+
+
 def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path, short: None) -> None:
     head = with_config(tmp_path / "head", **WRONG["layers counted as outputs"])
     digest, options = head_fingerprint(head), ["check", "head", "--model", TARGET, "--draft-model", head]

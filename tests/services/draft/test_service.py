@@ -268,6 +268,17 @@ def test_a_batch_is_shared_by_tokens_not_by_commits() -> None:
     assert drafter.batches == [["0/h", "1/a", "1/b", "1/c"], ["0/i", "0/j"]]
 
 
+def test_more_streams_than_a_batch_takes_are_all_served() -> None:
+    drafter, replies = Recorder(), list[DraftResponse | None]()
+    worker = DraftWorker(drafter, INFO, queue=LIMITS)
+    for number in range(6):
+        worker.submit(worker.open(replies.append), DraftRequest(1, commits("a", "b")))
+        assert worker.load().num_waiting == number + 1
+    with worker:
+        eventually(lambda: len(replies) == 6)
+    assert drafter.batches[:2] == [["0/a", "1/a", "2/a", "3/a"], ["4/a", "5/a", "0/b", "1/b"]]
+
+
 def test_sessions_beyond_the_limit_are_refused_until_others_end() -> None:
     replies: list[DraftResponse | None] = []
     with DraftWorker(ToyDrafter(), INFO, queue=LIMITS) as worker:

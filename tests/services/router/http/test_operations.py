@@ -36,6 +36,7 @@ from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
+from tests.services.router.test_router_cli import eyas
 from tests.support.services.authority import Authority
 from tests.support.services.http_router import ALL, REST_TEXT, Script, get, http_router, http_server, post, worker
 from tests.support.services.redis_server import running_redis
@@ -262,6 +263,14 @@ async def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Pa
             twice = await status(stub, (again, "Bearer two"), authorization="Bearer one")
             assert twice is grpc.StatusCode.UNAUTHENTICATED
         assert await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+
+
+async def test_the_command_sends_its_api_key() -> None:
+    async with grpc_server(ApiKeys(plain_keys(["one"], "test")), TlsConfig()) as address:
+        known = await eyas("models", EYAS_ADDRESS=address, EYAS_API_KEY="one")
+        unknown = await eyas("models", "--address", address, "--api-key", "two")
+    assert unknown.err.startswith("error: UNAUTHENTICATED: no known API key")
+    assert (known.status, unknown.status) == (0, 1)
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
