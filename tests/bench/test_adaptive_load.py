@@ -27,14 +27,3 @@ def test_both_engines_get_the_same_time() -> None:
     assert 0.2 < ratio.whole < 5
     assert 0 <= ratio.steps_with_trees <= ratio.steps
     assert adaptive_load.table([ratio]).rows[0][:3] == ("`dspark`", "2", "0")
-
-
-def test_a_paused_clock_stands_still() -> None:
-    clock = adaptive_load.OwnTime()
-    clock.pause()
-    spent = clock.spent
-    for _ in range(9):
-        adaptive_load.time.thread_time()
-    clock.resume()
-    clock.pause()
-    assert clock.spent - spent == pytest.approx(0.001)

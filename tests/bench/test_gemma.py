@@ -27,24 +27,10 @@ def test_steps_fill_the_time_without_the_first_one(tmp_path: Path) -> None:
     assert gemma.steps_within(log, 10) == 10 * 60 * gemma.STEP_SHARE / 2
 
 
-def test_a_run_without_a_log_has_no_steps(tmp_path: Path) -> None:
-    assert gemma.step_seconds(tmp_path / "log.jsonl") == {}
-    log = write_log(tmp_path / "log.jsonl", [3.0, 5.0])
-    with log.open("a") as stream:
-        stream.write('{"step": 3, "sec')  # where the run was stopped
-    assert gemma.step_seconds(log) == {1: 3.0, 2: 5.0}
-
-
 def test_too_little_time_is_refused(tmp_path: Path) -> None:
     log = write_log(tmp_path / "log.jsonl", [30.0, 60.0, 90.0])
     with pytest.raises(ConfigError, match=r"a step takes 30\.0 s here, so that 2 minutes hold 3; raise --minutes"):
         gemma.steps_within(log, 2)
-
-
-def test_a_fetched_file_is_kept(tmp_path: Path) -> None:
-    (tmp_path / gemma.MODEL_FILE).write_text("GGUF")
-    assert gemma.fetch(tmp_path) == tmp_path / gemma.MODEL_FILE
-    assert [file.name for file in tmp_path.iterdir()] == [gemma.MODEL_FILE]
 
 
 def test_a_fetched_file_is_the_one_that_was_tested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,12 +57,6 @@ def test_a_run_with_other_settings_is_refused(tmp_path: Path) -> None:
     result = subprocess.run(words, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (1, "")
     assert result.stderr == f"error: {tmp_path} holds a run with the model a, not other; name another --work, or delete it\n"
-
-
-def test_prompts_are_text(tmp_path: Path) -> None:
-    entries = [json.loads(line) for line in gemma.write_prompts(tmp_path / "prompts.jsonl").read_text().splitlines()]
-    assert len(entries) == len((gemma.DEMO / "prompts.jsonl").read_text().splitlines())
-    assert all(isinstance(entry["text"], str) and entry["text"].strip() for entry in entries)
 
 
 @pytest.mark.nightly

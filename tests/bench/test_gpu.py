@@ -119,25 +119,6 @@ def test_another_process_runs_what_is_left_of_a_lost_run(tmp_path: Path, monkeyp
     assert out == f"--out={tmp_path}"
 
 
-def test_a_stage_prints_what_it_has_found_when_it_ends(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Before later ones may crash."""
-    gpu.run(DEVICE, gpu.Settings(("kernels",), 25.0, TINY), tmp_path)
-    printed = capfd.readouterr().out
-    first, page = printed.index("kernels: done\n\n## Kernels"), printed.index("# Benchmark: gpu")
-    assert first < page
-
-
-def test_a_device_that_answers_is_not_lost() -> None:
-    assert not gpu.cannot_use(DEVICE)
-
-
-def test_every_stage_ends_before_the_minutes_do() -> None:
-    ends = gpu.stage_ends(gpu.Settings(gpu.STAGES, 25.0, TINY))
-    assert list(ends) == list(gpu.STAGES)
-    assert list(ends.values()) == pytest.approx([5, 7, 9, 14, 18, 24])
-    assert gpu.stage_ends(gpu.Settings(("drafts",), 10.0, TINY)) == pytest.approx({"drafts": 9.6})
-
-
 @pytest.mark.nightly
 def test_cases_without_time_are_reported_as_not_run(tmp_path: Path) -> None:
     """A look at the clock takes 130 s: stages run a few cases, later ones keep their share, and the run ends in time."""

@@ -189,12 +189,3 @@ def test_a_table_may_be_of_the_methods_alone(tmp_path: Path, tiny_target: str, t
     assert all(score["identical"]["num_identical"] == 1 and score["other_seconds"] == 0 for score in scores)
     result = CliRunner().invoke(app, ["bench", "methods", *given, "--assistant", "small"])
     assert "assistant is small, for transformers' generate, which is not to run" in f"{result.exception}{result.output}"
-
-
-def test_an_unknown_method_is_refused_with_the_known_ones(tmp_path: Path, tiny_target: str) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text(json.dumps({"token_ids": [5]}))
-    options = ["--model", tiny_target, "--prompts", str(prompts), "--method", "eagle9"]
-    result = CliRunner().invoke(app, ["bench", "methods", *options])
-    assert result.exit_code == 1
-    assert "unknown drafter 'eagle9'; known: eagle1, eagle2, eagle3" in result.output

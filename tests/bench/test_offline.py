@@ -19,18 +19,7 @@ from eyas.config import TreeConfig
 from eyas.errors import ConfigError
 from eyas.progress import Progress
 
-SIZES = [
-    "--max-tokens",
-    "6",
-    "--groups",
-    "2",
-    "--num-draft-tokens",
-    "6",
-    "--num-steps",
-    "2",
-    "--top-k",
-    "2",
-]
+SIZES = ["--max-tokens", "6", "--groups", "2", "--num-draft-tokens", "6", "--num-steps", "2", "--top-k", "2"]
 CASES = ["--batch", "1", "--batch", "3", "--temperature", "0", "--temperature", "0.8"]
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 

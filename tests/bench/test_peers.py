@@ -52,6 +52,7 @@ def test_the_table_has_each_library_in_each_case_with_its_ratio() -> None:
     assert [row[0] for row in starts.rows] == list(NAMES)
 
 
+@pytest.mark.nightly
 def test_a_process_decodes_and_says_why_it_ended(tmp_path: Path) -> None:
     contender = Contender("Eyas", "int8", "eyas", "folder", own=False)
     with peers.running(contender, SETTINGS, {"folder": TARGET}, tmp_path, lookup=True) as process:

@@ -70,11 +70,6 @@ def test_figures_that_cannot_be_measured_are_refused(change: dict[str, float], r
         replace(SETTINGS, **change)  # type: ignore[arg-type]
 
 
-def test_a_preset_knows_its_price() -> None:
-    assert DeviceCosts.read("llama-3.1-70b-tp4@h100").dollars_h == pytest.approx(12.0)
-    assert DeviceCosts.read("60ms").dollars_h == 0
-
-
 def test_the_command_prints_every_mode_and_price() -> None:
     shown = CliRunner().invoke(app, ["plan", "--tau", "3.4", "--ready", "0.8", "--drafter-price", "0.5"])
     assert shown.exit_code == 0, shown.output

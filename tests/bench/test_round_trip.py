@@ -2,10 +2,13 @@
 
 import multiprocessing
 
+import pytest
+
 from benchmarks.scripts.round_trip import SMALL, measure, table
 from eyas.progress import Progress
 
 
+@pytest.mark.nightly
 def test_every_round_brings_a_tree_back() -> None:
     with Progress() as progress:
         trip = measure(SMALL[1], 5, progress)

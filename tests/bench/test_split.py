@@ -11,15 +11,7 @@ import pytest
 
 from benchmarks.split.__main__ import measure
 from benchmarks.split.delaying_proxy import DelayingProxy
-from benchmarks.split.results import (
-    Decoded,
-    Shares,
-    SplitResults,
-    SplitSettings,
-    agreement,
-    result,
-    with_references,
-)
+from benchmarks.split.results import Decoded, Shares, SplitResults, SplitSettings, result, with_references
 from benchmarks.split.timeline import Timeline, draw
 from eyas.api.request import VerifyStep, VerifyStepDetails
 from eyas.bench.settings import MethodSpec
@@ -95,12 +87,6 @@ def test_a_time_per_token_is_compared_with_that_of_one_verifier() -> None:
     assert [(row[3], *row[5:7], *row[8:]) for row in table.rows] == [
         ("1", "18", "1", "20%", "6.0"), ("4", "22.5", "1.25", "60%", "6.0")
     ]  # fmt: skip
-
-
-def test_agreement_compares_as_far_as_both_go() -> None:
-    one, other = decoded(4, 1, 1.0), decoded(2, 1, 1.0)
-    changed = Decoded((7, 7, 7), (), 0.0, 1.0)
-    assert agreement([[one, one]], [[other, changed]]) == "1 of 2"
 
 
 def test_a_timeline_shows_passes_waits_and_the_wire(tmp_path: Path) -> None:

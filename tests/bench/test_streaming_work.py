@@ -9,6 +9,7 @@ from benchmarks.scripts import split_work, streaming_work
 from eyas.progress import Progress
 
 
+@pytest.mark.nightly
 def test_the_work_of_a_router_is_measured_on_all_routes() -> None:
     settings = streaming_work.Settings((str(Path().resolve()),), streaming_work.APIS, (2,), 6, 2, 5.0, 1)
     with Progress() as progress:

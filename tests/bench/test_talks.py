@@ -42,13 +42,6 @@ def test_documentation_is_prose_and_each_text_once(tmp_path: Path) -> None:
     assert talks.documentation(tmp_path, 10_000) == [prose.strip()]
 
 
-def test_lines_of_several_files_take_turns(tmp_path: Path) -> None:
-    for name in "ab":
-        (tmp_path / name).write_text("".join(f"{name}{number}\n" for number in range(3)))
-    talks.mix_lines(tmp_path / "mixed", [tmp_path / "a", tmp_path / "b"], 3)
-    assert (tmp_path / "mixed").read_text() == "a0\nb0\na1\n"
-
-
 def test_methods_without_a_trained_head_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "datastore").mkdir()
     (tmp_path / "heads" / "eagle1" / "best").mkdir(parents=True)

@@ -14,14 +14,10 @@ from benchmarks.scripts.virtual_rates import (
     Trace,
     best,
     cell_of,
-    cost_of,
     costs,
-    dollar_share,
     draw_apart,
     free,
-    gpu_of,
     in_halves,
-    local_table,
     serially,
     times_of,
 )
@@ -66,12 +62,6 @@ def test_a_local_drafter_has_no_delay_and_the_best_tree() -> None:
     assert apart.speedup == pytest.approx(4 / 2.9)
 
 
-def test_the_cost_of_a_local_level_is_the_arithmetic_of_presets() -> None:
-    assert cost_of("h100") == pytest.approx((0.374 / 2680 * 1e3 + 0.006) / (15.0 / 2680 * 1e3 + 32 * 0.006))
-    assert (gpu_of(0.03), gpu_of(0.1), gpu_of(0.27)) == ("h100", "l40s", "l4")
-    assert dollar_share(0.1) == pytest.approx(3.0 / 4.1)
-
-
 def test_a_one_pass_head_pays_once_for_all_levels() -> None:
     times = times_of("dspark", 0.1, "l40s", has_bend=False)
     assert times.draft_s(DEEP.steps[0]) == pytest.approx(0.2 * (1 + 2 / 24))
@@ -86,13 +76,6 @@ def test_the_picture_has_a_panel_for_each_batch_and_temperature(tmp_path: Path) 
     draw_apart(cells, tmp_path / "apart.svg")
     text = (tmp_path / "apart.svg").read_text(encoding="utf-8")
     assert [f"{batch}, temperature {t}" in text for t in (0, 1) for batch in ("1 sequence", "8 sequences")] == [True] * 4
-
-
-def test_the_table_has_both_ratios() -> None:
-    local = Cell("eagle3", 0.0, 1, 0.1, 0.0, "local", speedup=4.0, tree="24:7")
-    ahead = replace(local, mode="ahead", speedup=5.0, tree="24:5")
-    (row,) = local_table([(replace(ahead, mode="serial", speedup=3.0), ahead, local)], 0.025).rows
-    assert row[-3:] == ("1.250", "l40s", f"{1.25 * 3 / 4.1:.3f}")
 
 
 @pytest.mark.parametrize(("verify_s", "draft_s", "delay"), [(1, 0.4, 0.0), (1, 1.7, 0.0), (1, 0.9, 0.2), (2, 0.1, 0.5)])

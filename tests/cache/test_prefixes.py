@@ -105,17 +105,6 @@ def test_a_running_request_shares_its_prompt_already() -> None:
     assert [engine.output(r.id) for r in requests] == [generate(r) for r in requests]
 
 
-def test_the_next_turn_finds_all_of_the_last_one() -> None:
-    engine = ToyEngine()
-    first = engine.submit("first", [1, 2, 0, 1], 5, session="s")
-    engine.run()
-    history = [*first.prompt_ids, *engine.output("first")]
-    second = engine.submit("second", [*history, 2, 2], 5, session="s")
-    engine.run()
-    assert engine.num_cached("second") == len(history) - 1, "the last token had no KV yet"
-    assert engine.output("second") == generate(second)
-
-
 def test_without_a_prefix_cache_nothing_is_kept() -> None:
     engine = ToyEngine(prefix_cache=False)
     for name in ("a", "b"):

@@ -44,11 +44,7 @@ def test_a_file_sets_options_and_settings_of_services(tmp_path: Path) -> None:
     (file := tmp_path / "options.yaml").write_text(OPTIONS)
     context: Any = _Context()
     assert read_options(context, file) == file
-    assert context.default_map == {
-        "max_model_len": 300,
-        "served_model_name": ["one", "two"],
-        "api_key": ["secret"],
-    }
+    assert context.default_map == {"max_model_len": 300, "served_model_name": ["one", "two"], "api_key": ["secret"]}
     assert context.meta[FILE_SETTINGS] == ["router.limits.max_connections=9", "verifier.engine.max_num_seqs=4"]
 
 

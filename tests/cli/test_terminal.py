@@ -69,6 +69,7 @@ def tokens_of(result: Result) -> list[int]:
     return [token for chunk in chunks for token in chunk.get("token_ids", ())]
 
 
+@pytest.mark.slow
 def test_a_local_model_continues_standard_input(run: Run, plain_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.llm.LLM", partial(LLM, engine=fixed_config()))  # whether drafts pay depends on the machine
     drafted = run("generate", *DRAFTED, *GREEDY, "--json", text="def main():\n")
@@ -94,6 +95,7 @@ def test_loading_is_said_on_a_terminal_and_wiped_out(monkeypatch: pytest.MonkeyP
         assert screen.getvalue().endswith("\x1b[2K") is is_terminal, "the line is erased"
 
 
+@pytest.mark.slow
 def test_chat_keeps_the_history_until_reset(run: Run, plain_llm: LLM) -> None:
     said = ["class Queue:", "def pop(self):"]
     result = run("chat", *DRAFTED, *GREEDY, text=f"{said[0]}\n{said[1]}\n/reset\n{said[0]}\n/exit\nnever\n")

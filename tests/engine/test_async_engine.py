@@ -26,7 +26,7 @@ from eyas.emulation.device import VirtualClock
 from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine, StepReport
-from eyas.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable, WorkerLost
+from eyas.errors import Overloaded, RequestFailed, Unavailable, WorkerLost
 from eyas.models.inputs import PackedInputs
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
@@ -110,23 +110,6 @@ async def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
         assert tokens + tokens_of(await collect(loop, rest)) == whole
 
 
-async def test_batched_requests_get_the_output_they_get_alone(target: TargetModel) -> None:
-    async with running(engine_of(target)) as loop:
-        alone = tokens_of(await collect(loop, request_of("alone")))
-        together = await asyncio.gather(*(collect(loop, request_of(f"{n}", 12 + n)) for n in range(3)))
-        assert [len(tokens_of(chunks)) for chunks in together] == [12, 13, 14]
-        assert all(tokens_of(chunks)[:12] == alone for chunks in together)
-        assert [chunks[-1].finish_reason for chunks in together] == ["length"] * 3
-
-
-async def test_leaving_a_generation_frees_its_slots(target: TargetModel) -> None:
-    async with running(engine_of(target)) as loop:
-        async with aclosing(loop.generate(request_of("left", 900))) as chunks:
-            await anext(chunks)
-            await until(lambda: loop.load.num_running == 1)
-        await until(lambda: loop.load.num_running == 0)
-
-
 async def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> None:
     engine = engine_of(target)
     step, reached, cancelled = engine.step, threading.Event(), threading.Event()
@@ -149,13 +132,6 @@ async def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) 
         await until(lambda: loop.load.num_running == 0)
     reasons = [chunk.finish_reason for chunks in steps for chunk in chunks]
     assert reasons == [None, None, None, None, "cancelled"], "the step that had begun, and no other"
-
-
-async def test_a_rejected_request_has_a_reason_and_harms_no_other(target: TargetModel) -> None:
-    async with running(engine_of(target)) as loop:
-        with pytest.raises(InvalidRequest, match="prompt is empty"):
-            await collect(loop, Request("empty", (), SamplingParams(seed=1)))
-        assert len(tokens_of(await collect(loop, request_of("good")))) == 12
 
 
 async def test_a_step_that_fails_fails_its_requests_and_no_later_one(

@@ -171,22 +171,6 @@ def test_statistics_add_up_to_the_tokens(tiny_target: str, tiny_head: str) -> No
     assert stats.acceptance_length == stats.num_emitted / stats.num_verify_steps
 
 
-def test_a_cancelled_request_frees_everything_at_the_next_step(tiny_target: str, tiny_head: str) -> None:
-    drafter = make_drafter("eagle3", tiny_target, tiny_head)
-    engine = make_engine(drafter, tiny_target, tiny_head)
-    for name in ("a", "b"):
-        engine.submit(Request(name, (5, 6, 7), SamplingParams(24, 0.0, seed=0, ignore_eos=True)))
-    for _ in range(3):
-        engine.step()
-    engine.cancel("a")
-    assert [c.finish_reason for c in engine.step() if c.request_id == "a"] == ["cancelled"]
-    engine.cancel("b")
-    engine.step()
-    engine.check()
-    assert engine.load.free_kv_tokens == 1024
-    assert drafter.sessions.num_free == 4096  # type: ignore[union-attr]
-
-
 @pytest.mark.slow
 def test_sampled_tokens_follow_the_target_probs(tiny_target: str, tiny_head: str) -> None:
     """Chi-square of the first two emitted tokens over many seeds on a small vocabulary, the second out of a draft tree."""

@@ -169,6 +169,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_constraint_takes_bounded_time(kind: str, compiler: GrammarCompiler) -> None:
     """It is refused, or its masks are: seconds of work become milliseconds. CPU time, because the machine is shared."""

@@ -88,6 +88,7 @@ def compiler() -> GrammarCompiler:
     return new_compiler()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHAINS)
 def test_the_longest_chain_leaves_the_process_alive(kind: str, compiler: GrammarCompiler) -> None:
     """It compiles, or is refused: a default stack of 8 MiB overflows with a tenth of each."""
@@ -99,6 +100,7 @@ def test_the_longest_chain_leaves_the_process_alive(kind: str, compiler: Grammar
 SLOW = StructuredOutputs(grammar="start: T0\n" + "".join(f"T{i}: T{i + 1}*\n" for i in range(9000)) + 'T9000: "a"\n')
 
 
+@pytest.mark.slow
 def test_a_trial_ends_at_its_limit_of_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.grammar.compiler.COMPILE_SECONDS", 0.3)
     compiler = new_compiler()

@@ -66,12 +66,7 @@ def triggered(number: int, excludes: int = 0) -> str:
     tags = [{"type": "tag", "begin": f"<{i}>", "content": {"type": "any_text"}, "end": "</>"} for i in range(max(number, 1))]
     triggers = [f"<{i}" for i in range(max(number, 1))]
     return tag(
-        {
-            "type": "triggered_tags",
-            "triggers": triggers,
-            "tags": tags,
-            "excludes": [f"word {i}" for i in range(excludes)],
-        }
+        {"type": "triggered_tags", "triggers": triggers, "tags": tags, "excludes": [f"word {i}" for i in range(excludes)]}
     )
 
 
@@ -98,17 +93,17 @@ SCHEMAS: dict[str, Callable[[int], dict[str, Any]]] = {
         "$defs": {"e": {"enum": enumeration(n // 30)}},
     },
     "an enum with others": lambda n: {
-        "properties": {"a": {"allOf": [{"enum": enumeration(n // 60)}, {"enum": enumeration(n // 60)}]}},
+        "properties": {"a": {"allOf": [{"enum": enumeration(n // 60)}, {"enum": enumeration(n // 60)}]}}
     },
     "an enum in every property": lambda n: {
         "properties": {f"p{i}": {"$ref": "#/$defs/e"} for i in range(n // 80)},
         "$defs": {"e": {"enum": enumeration(n // 40)}},
     },
     "enums that exclude each other": lambda n: {
-        "properties": {"a": {"oneOf": [{"const": f"v{i}"} for i in range(n // 20)]}},
+        "properties": {"a": {"oneOf": [{"const": f"v{i}"} for i in range(n // 20)]}}
     },
     "combinations": lambda n: {
-        "properties": {"a": {"allOf": [{"anyOf": [{"minLength": 1}, {"maxLength": 9}]}] * (n // 60)}},
+        "properties": {"a": {"allOf": [{"anyOf": [{"minLength": 1}, {"maxLength": 9}]}] * (n // 60)}}
     },
     "parts": lambda n: {"properties": {"a": {"allOf": [{"minLength": 1}] * (n // 20)}}},
     "a chain of allOf": lambda n: chain(n // 45, "allOf"),
@@ -124,7 +119,7 @@ SCHEMAS: dict[str, Callable[[int], dict[str, Any]]] = {
         "$defs": {"e": {"properties": {f"p{i}": {"const": i} for i in range(n // 40)}}},
     },
     "options with many tags": lambda n: {
-        "properties": {"a": {"oneOf": [{"properties": {key: {"const": i} for key in "abcdef"}} for i in range(n // 170)]}},
+        "properties": {"a": {"oneOf": [{"properties": {key: {"const": i} for key in "abcdef"}} for i in range(n // 170)]}}
     },
     "notes": lambda n: {"properties": {"a": {"$ref": "#/b", **{f"x-{i}": {"y": [i]} for i in range(n // 24)}}}, "b": {}},
     "formats": lambda n: {"properties": {f"p{i}": {"type": "string", "format": "path"} for i in range(n // 40)}},
@@ -220,10 +215,7 @@ READERS = (
     Reader(
         "eyas.api.validation.check_structured_outputs, json",
         lambda text: check_structured_outputs(StructuredOutputs(json=text)),
-        {
-            **DEEP,
-            **{name: lambda n, make=make: json.dumps(make(n)) for name, make in SCHEMAS.items()},
-        },
+        {**DEEP, **{name: lambda n, make=make: json.dumps(make(n)) for name, make in SCHEMAS.items()}},
         MAX_SCHEMA_LENGTH,
         on_loop=True,
     ),

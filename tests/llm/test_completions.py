@@ -20,13 +20,6 @@ def test_n_completions_are_n_requests_with_derived_seeds(plain_llm: LLM, eagle3_
         assert (one.token_ids, one.text, one.finish_reason) == (alone.token_ids, alone.text, alone.finish_reason)
 
 
-def test_a_prompt_with_several_completions_keeps_its_place(plain_llm: LLM) -> None:
-    results = plain_llm.generate([PROMPT, "class Queue:\n"], [replace(SAMPLED, n=2), replace(SAMPLED, seed=1)])
-    assert [len(result.outputs) for result in results] == [2, 1]
-    alone = plain_llm.generate("class Queue:\n", replace(SAMPLED, seed=1))[0]
-    assert results[1].outputs[0].token_ids == alone.outputs[0].token_ids
-
-
 def test_bad_words_do_not_come_out(plain_llm: LLM, eagle3_llm: LLM) -> None:
     greedy = SamplingParams(max_tokens=24, temperature=0)
     (free,) = plain_llm.generate(PROMPT, greedy)[0].outputs

@@ -98,14 +98,6 @@ def test_max_length_counts_the_prompt(model: EaModel) -> None:
         model.eagenerate(torch.ones(2, 3, dtype=torch.long))
 
 
-def test_the_model_has_the_attributes_of_the_original(model: EaModel) -> None:
-    assert model.eval() is model
-    assert model.get_tokenizer() is model.tokenizer
-    assert model.base_model.config.vocab_size == model.vocab_size
-    assert next(model.parameters()).device.type == "cpu"
-    assert model.base_model.dtype == torch.float32
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -121,6 +113,7 @@ def test_what_eyas_does_not_have_is_refused(options: dict[str, Any], reason: str
         load(**{"base_model_path": BASE, "ea_model_path": HEAD, "device_map": "cpu", **options})
 
 
+@pytest.mark.slow
 def test_a_script_of_the_eagle_repository_runs_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def raise_no_memory(*arguments: object) -> None:
     raise torch.OutOfMemoryError("no memory is left")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", get_args(HeadValidation))
 @pytest.mark.parametrize("problem", ["damaged", "wrong wiring", "no memory"])
 def test_a_default_that_cannot_be_used_stops_no_start(

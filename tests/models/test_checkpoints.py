@@ -69,26 +69,6 @@ def test_damaged_weights_of_a_target_are_refused(tmp_path: Path) -> None:
             load_target(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("hidden_size", "many"), ("num_attention_heads", 0), ("rope_parameters", 3), ("hidden_act", "foo")]
-)
-def test_a_wrong_value_in_the_config_of_a_target_is_refused(name: str, value: object, tmp_path: Path) -> None:
-    config = write_target(tmp_path) / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {name: value}))
-    with pytest.raises(CheckpointError, match=f"{config}: {name} is {value!r}"):
-        load_target(str(tmp_path))
-
-
-@pytest.mark.usefixtures("unpacked")
-def test_pytorch_bin_and_safetensors_give_the_same_head(tiny_target: str, tiny_head: str, tmp_path: Path) -> None:
-    write_head(tmp_path)
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    one, other = load_head(tiny_head, tiny_target), load_head(str(tmp_path), tiny_target)
-    assert all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
-    assert torch.equal(load_fuser(tiny_head, tiny_target).weight, load_fuser(str(tmp_path), tiny_target).weight)
-
-
 def test_fingerprints_differ_between_models(tiny_target: str, tiny_head: str, tmp_path: Path) -> None:
     same, other = write_target(tmp_path / "same"), write_target(tmp_path / "other", seed=1)
     assert target_fingerprint(tiny_target) == target_fingerprint(str(same)) != target_fingerprint(str(other))
@@ -148,15 +128,6 @@ def test_weights_that_are_no_numbers_are_named(name: str, tmp_path: Path) -> Non
     edit_tensors(folder, **{f"model.{name}.weight": weight * math.nan})
     with pytest.raises(CheckpointError, match=rf": model\.{name}\.weight hold NaN or infinity"):
         load_target(str(folder))
-
-
-@pytest.mark.parametrize("shard", ["none.safetensors", "../model.safetensors", 5])
-def test_an_index_names_files_of_its_own_folder(shard: object, tiny_target: str, tmp_path: Path) -> None:
-    write_head(tmp_path)
-    index = {"weight_map": dict.fromkeys(load_file(tmp_path / "model.safetensors"), shard)}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"index\.json: weight_map"):
-        load_head(str(tmp_path), tiny_target)
 
 
 def wrapped(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -47,9 +47,7 @@ def test_chunks_and_trees_equal_transformers_own_forward(target: TargetModel, fo
     tree = DraftTree.of((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 1, 3, 4, 2), (0.0,) * 7)
     first = run(target, [segment(prefix[:20], 0, slots[:20], slots[:0])], kv_cache)
     second = run(
-        target,
-        [segment(prefix[20:], 20, slots[20:37], slots[:20]), segment(short, 0, slots[50:53], slots[:0])],
-        kv_cache,
+        target, [segment(prefix[20:], 20, slots[20:37], slots[:20]), segment(short, 0, slots[50:53], slots[:0])], kv_cache
     )
     third = run(target, [tree_rows(tree, 37, slots[60:67], slots[:37])], kv_cache)
     whole = expected(folder, prefix)

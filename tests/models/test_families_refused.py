@@ -32,10 +32,14 @@ from tests.support.family_configs import (
     SAME_AS,
     WRAPPED,
 )
+from tests.support.tiers import tiered
 from tests.support.tiny import write_head
 
+# A family of each reason.
+DAILY = {reason: model_type for model_type, (reason, _) in REFUSED.items()}.values()
 
-@pytest.mark.parametrize("model_type", REFUSED)
+
+@pytest.mark.parametrize("model_type", tiered(REFUSED, DAILY))
 def test_a_refusal_names_layers_and_what_is_missing(model_type: str) -> None:
     reason, settings = REFUSED[model_type]
     register_attention()

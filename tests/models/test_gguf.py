@@ -8,6 +8,7 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,7 +86,7 @@ def test_plain_file_equals_its_folder(target: Path, tmp_path: Path) -> None:
         assert greedy(of_file) == greedy(of_folder)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.nightly), 0.8])
 def test_a_head_drafts_for_a_file(temperature: float, file: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", 48, 24, 32)
     sampling = SamplingParams(temperature=temperature, max_tokens=24, seed=3)
@@ -107,6 +108,7 @@ def test_a_file_is_unpacked_once(file: Path, caplog: pytest.LogCaptureFixture) -
     assert not list(folder.parent.glob("*.partial"))
 
 
+@pytest.mark.nightly  # another process, which imports torch
 def test_another_file_of_a_name_is_unpacked_too(file: Path, tmp_path: Path) -> None:
     other = tmp_path / file.name
     shutil.copy(file, other)
@@ -121,6 +123,7 @@ def test_template_and_end_tokens_come_from_the_file(file: Path) -> None:
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [1, 2]
 
 
+@pytest.mark.nightly  # another process, which imports torch
 def test_tokenizer_beside_a_file_goes_first(file: Path, tmp_path: Path) -> None:
     shutil.copy(file, tmp_path)
     named = json.loads((resolve(str(file)) / "tokenizer.json").read_text())
@@ -379,7 +382,7 @@ def test_a_missing_file_is_named(name: str) -> None:
 def test_a_full_disk_is_named(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from eyas.models import unpacking
 
-    monkeypatch.setattr(unpacking.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1000))
+    monkeypatch.setattr(unpacking.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     file = write_gguf(target, tmp_path / "tiny.gguf")
     with pytest.raises(CheckpointError, match=r"GiB unpacked, and .* 0\.0 GiB free; name another place .* HF_HOME"):
         unpacking.unpack(file, tmp_path / "out")
@@ -407,6 +410,7 @@ def test_docs_name_the_kinds_that_are_read() -> None:
     assert f"kinds of gguf 0.19: {', '.join(readable_kinds())}." in page
 
 
+@pytest.mark.nightly
 def test_docs_name_the_architectures_that_are_read() -> None:
     from transformers import AutoConfig
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES

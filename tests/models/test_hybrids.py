@@ -26,6 +26,7 @@ from tests.models.test_families import TREE
 from tests.models.test_target import expected, make_kv_cache, run, segment
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
+from tests.support.tiers import tiered
 from tests.support.tiny import fixed_config
 
 PROMPT = np.random.default_rng(3).integers(3, 48, 150).tolist()
@@ -34,7 +35,7 @@ SLOTS = np.random.default_rng(0).permutation(400)
 NODES = DraftTree.of((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 2, 3, 4, 1), (0.0,) * 7)
 # One of each kind of recurrence; the others run nightly.
 DAILY = ("falcon_h1", "jamba", "kimi_linear", "lfm2", "qwen3_5_text")
-EACH = [pytest.param(kind, marks=[] if kind in DAILY else pytest.mark.nightly) for kind in HYBRIDS]
+EACH = tiered(HYBRIDS, DAILY)
 
 
 @pytest.fixture(scope="module", params=EACH)
@@ -145,6 +146,7 @@ def test_a_pass_can_be_run_again(target: TargetModel, folder: str) -> None:
     torch.testing.assert_close(sequence.tree((0,)), first, atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("folder", tiered(DAILY, ("falcon_h1", "qwen3_5_text")), indirect=True)
 def test_passes_of_kernels_equal_plain_ones(target: TargetModel) -> None:
     """Prompts, marks, trees behind trees, and lone roots; also beside another sequence."""
     pytest.importorskip("triton", reason="triton is not installed")

@@ -26,6 +26,7 @@ from tests.support.methods import KINDS_OF_DRAFTS, Case
 from tests.support.reference import load_reference
 from tests.support.runs import outputs_of, stats_of
 from tests.support.runs import run as run_engine
+from tests.support.tiers import tiered
 from tests.support.tiny import fixed_config, shared_target
 
 # An indexer in each layer, and layers that share the choice of one.
@@ -102,9 +103,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("deep"), config_of("glm_moe_dsa", **settings))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in DAILY_METHODS else pytest.mark.nightly) for name in METHODS]
-)
+@pytest.mark.parametrize("name", tiered(METHODS, DAILY_METHODS))
 def test_every_method_drafts_for_an_indexed_target(name: str, deep: str, tiny_head: str) -> None:
     store = Path(deep, "outputs")
     if name == "rest":

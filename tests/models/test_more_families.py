@@ -32,6 +32,7 @@ from tests.support.devices.rank_threads import RankThreads
 from tests.support.families import config_of, write_model, write_wrapped
 from tests.support.family_configs import NO_FEATURES, NOT_OVER_RANKS, SERVED, WRAPPED
 from tests.support.reference import load_reference
+from tests.support.tiers import tiered
 from tests.support.tiny import fixed_config
 
 PREFIX = PROMPTS[1]
@@ -47,10 +48,6 @@ DAILY = (
 DAILY_DRAFTED = ("gpt_oss", "laguna", "mimo_v2_flash", "nemotron")
 DAILY_WRAPPED = ("gemma3", "mistral3", "qwen3_5", "qwen3_vl", "step3p7")
 DAILY_RANKS = ("cohere", "gemma3n_text", "glm4_moe", "gpt_oss", "mimo_v2_flash", "nemotron")
-
-
-def daily(names: Any, some: tuple[str, ...]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in some else pytest.mark.nightly) for name in names]
 
 
 def write(kind: str, folder: Path) -> str:
@@ -82,7 +79,7 @@ def check_exact(target: TargetModel, folder: str) -> None:
         torch.testing.assert_close(nodes[list(above)], whole, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", daily(SERVED, DAILY))
+@pytest.mark.parametrize("kind", tiered(SERVED, DAILY))
 def test_chunks_trees_and_states_equal_transformers(kind: str, tmp_path: Path) -> None:
     folder = write(kind, tmp_path)
     target = load_target(folder)
@@ -95,7 +92,7 @@ def test_chunks_trees_and_states_equal_transformers(kind: str, tmp_path: Path) -
     check_vocabulary(target, folder)
 
 
-@pytest.mark.parametrize("kind", daily(SERVED, ("glm_moe_dsa", "jamba")))
+@pytest.mark.parametrize("kind", tiered(SERVED, ("glm_moe_dsa", "jamba")))
 def test_half_weights_move_logits_little(kind: str, tmp_path: Path) -> None:
     folder = write(kind, tmp_path)
     target = load_target(folder, dtype="bfloat16")
@@ -132,7 +129,7 @@ def states_of(target: TargetModel) -> Tensor:
     return states
 
 
-@pytest.mark.parametrize("kind", daily(SERVED, DAILY_DRAFTED))
+@pytest.mark.parametrize("kind", tiered(SERVED, DAILY_DRAFTED))
 def test_drafted_output_equals_generate(kind: str, tmp_path: Path) -> None:
     """And plain output with temperature; also with cached prefixes, and with so few slots that a sequence waits."""
     folder = write(kind, tmp_path)
@@ -162,7 +159,7 @@ def test_wrong_masks_and_windows_show_in_logits(kind: str, tmp_path: Path) -> No
     assert not torch.allclose(run(target, [tree_segment()], kv_cache)[0], right, atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", daily(WRAPPED, DAILY_WRAPPED))
+@pytest.mark.parametrize("kind", tiered(WRAPPED, DAILY_WRAPPED))
 def test_a_text_part_equals_its_whole_model(kind: str, tmp_path: Path) -> None:
     folder = write_wrapped(kind, tmp_path)
     target = load_target(folder)
@@ -175,7 +172,7 @@ def test_text_parts_run_without_the_other_parts(tmp_path: Path) -> None:
     assert type(target.model).__name__ == "Ministral3ForCausalLM"
 
 
-@pytest.mark.parametrize("kind", daily(SERVED, DAILY_RANKS))
+@pytest.mark.parametrize("kind", tiered(SERVED, DAILY_RANKS))
 def test_two_ranks_equal_the_whole_model(kind: str, tmp_path: Path) -> None:
     """Or are refused, with the reason."""
     folder = write(kind, tmp_path)

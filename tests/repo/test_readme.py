@@ -22,13 +22,7 @@ SHELLS = {"", "sh", "bash", "console", "shell"}
 TOOLS = ("make ", "eyas ")
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON_PAGES = (
-    "README.md",
-    "docs/quickstart.md",
-    "docs/migrating.md",
-    "docs/python.md",
-    "docs/structured-outputs.md",
-)
+PYTHON_PAGES = ("README.md", "docs/quickstart.md", "docs/migrating.md", "docs/python.md", "docs/structured-outputs.md")
 COMMAND = re.compile(r"^(?: {4})?(?:\.venv/bin/)?eyas (.*)$", re.MULTILINE)
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 

@@ -12,13 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import LimitsConfig, ServerConfig
 from eyas.errors import ConfigError, InvalidRequest
-from eyas.rpc.admission import (
-    MAX_OPEN_CALLS_PER_ADDRESS,
-    Admission,
-    MemoryBudget,
-    address_of,
-    check_num_fields,
-)
+from eyas.rpc.admission import MAX_OPEN_CALLS_PER_ADDRESS, Admission, MemoryBudget, address_of, check_num_fields
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.server import RpcServer
 from eyas.services.router.auth.keys import ApiKeys, plain_keys

@@ -195,7 +195,7 @@ async def test_a_path_that_is_no_text_does_not_end_the_server(path: bytes) -> No
 async def test_a_client_that_leaves_during_its_status_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with serving(ClientHasGone()) as (_, _, channel):
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
-            await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest(), timeout=5)
+            await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest(), timeout=2)
     assert caplog.records == []
 
 

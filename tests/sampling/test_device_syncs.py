@@ -204,6 +204,7 @@ def test_a_sequence_adds_few_calls_to_a_step(tiny_target: str, tiny_head: str) -
     assert calls[1] - calls[0] <= 8 * MAX_CALLS, calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_round_of_drafts_waits_once_for_each_way_to_propose(method: str, tiny_target: str, tiny_head: str) -> None:
     drafter, noted = make_drafter(method, tiny_target, tiny_head), list[list[str]]()

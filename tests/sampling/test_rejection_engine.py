@@ -62,11 +62,7 @@ def make_engine(
     fuser = Case(features, target, head).fuser()
     config = fixed_config(max_kv_tokens=8192, max_num_seqs=256, max_queued_requests=2000, acceptance=rule)
     return assemble_engine(
-        shared_target(target, fuser.aux_hidden_state_layers if fuser else ()),
-        fuser,
-        config,
-        TREE,
-        drafter,
+        shared_target(target, fuser.aux_hidden_state_layers if fuser else ()), fuser, config, TREE, drafter
     )
 
 

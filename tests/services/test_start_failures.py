@@ -39,10 +39,7 @@ def test_a_model_without_tokenizer(tmp_path: Path) -> None:
     assert "no tokenizer.json" in last_words(tmp_path / "log", "router", f"models=[{{name: demo, tokenizer: {tmp_path}}}]")
 
 
-@pytest.mark.parametrize(
-    ("service", "key"),
-    [("router", "server.port"), ("router", "http.port"), ("draft", "server.port")],
-)
+@pytest.mark.parametrize(("service", "key"), [("router", "server.port"), ("router", "http.port"), ("draft", "server.port")])
 def test_a_port_in_use(service: str, key: str, tmp_path: Path) -> None:
     own = ["server.port=0", "http.port=0"] if service == "router" else []
     own += {"verifier": ["validate_head=never", "engine.max_kv_tokens=64"], "draft": ["drafting.max_kv_tokens=64"]}.get(

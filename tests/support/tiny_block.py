@@ -33,13 +33,7 @@ KINDS = {
     "dflash": DFLASH,
     "dflash-window": replace(DFLASH, windows=(6, None), causal_windows=True),
     "dflash2": replace(
-        DFLASH,
-        kind="dflash2",
-        windows=(None, 6),
-        conv_kernel=2,
-        conv_group=8,
-        selector_rank=4,
-        selector_top_k=6,
+        DFLASH, kind="dflash2", windows=(None, 6), conv_kernel=2, conv_group=8, selector_rank=4, selector_top_k=6
     ),
 }
 

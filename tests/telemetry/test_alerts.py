@@ -148,11 +148,7 @@ def unit_test(alert: str, series: dict[str, str]) -> dict[str, Any]:
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "promql_expr_test": [
-            {
-                "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
-                "eval_time": "50m",
-                "exp_samples": firing,
-            }
+            {"expr": 'count by (alertname) (ALERTS{alertstate="firing"})', "eval_time": "50m", "exp_samples": firing}
         ],
     }
 

@@ -160,15 +160,6 @@ def test_metrics_keep_their_values_on_the_way_to_otlp() -> None:
     assert math.isclose(spread.sum, 1000.304)
 
 
-def test_labels_follow_the_semantic_conventions() -> None:
-    registry = CollectorRegistry()
-    histogram(metrics.REQUEST_DURATION, registry).labels("text_completion", "eyas", "m", "").observe(1)
-    [metric] = to_otlp(registry.collect(), 1, 2)
-    assert isinstance(metric.data, Histogram)
-    expected = {"gen_ai.operation.name": "text_completion", "gen_ai.provider.name": "eyas", "gen_ai.request.model": "m"}
-    assert metric.data.data_points[0].attributes == expected
-
-
 def test_a_trace_context_comes_back_and_nonsense_begins_none() -> None:
     assert trace_pairs([("TraceParent", TRACE[0][1]), ("authorization", "x"), ("grpc-trace-bin", b"\0")]) == TRACE
     spans = Spans()

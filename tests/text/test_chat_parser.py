@@ -191,11 +191,7 @@ CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (
         ChatFormat("pythonic"),
         r"""[add(from="x", user-id=1, a="\d\/", b=[{'c': r"\d"}, (1, None)], )]""",
-        ChatMessage(
-            "",
-            "",
-            calls(("add", r'{"from": "x", "user-id": 1, "a": "\\d/", "b": [{"c": "\\d"}, [1, null]]}')),
-        ),
+        ChatMessage("", "", calls(("add", r'{"from": "x", "user-id": 1, "a": "\\d/", "b": [{"c": "\\d"}, [1, null]]}'))),
     ),
     (ChatFormat("pythonic"), "[add(a=1, a=2)]", ChatMessage("[add(a=1, a=2)]")),
     (
@@ -235,11 +231,7 @@ SLIPS: list[tuple[ChatFormat, str, ChatMessage]] = [
         '<tool_call>{"name": "add", "arguments": {"a": 1}}\n{"name": "add"}</tool_call>',
         ChatMessage("", "", calls(ADD, ("add", "{}"))),
     ),
-    (
-        HERMES,
-        """<tool_call>{"name": "add", "arguments": {'a': 1, }}}</tool_call>ok""",
-        ChatMessage("ok", "", calls(ADD)),
-    ),
+    (HERMES, """<tool_call>{"name": "add", "arguments": {'a': 1, }}}</tool_call>ok""", ChatMessage("ok", "", calls(ADD))),
     (
         HERMES,
         '<tool_call>{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}</tool_call>',
@@ -628,14 +620,6 @@ def test_a_hostile_schema_takes_bounded_time(kind: str) -> None:
     message = read(QWEN, ["<tool_call><function=add><parameter=a>w1</parameter></function>"], tools={"add": schema})
     assert message.tool_calls == calls(("add", '{"a": "w1"}'))
     assert time.thread_time() - started < 0.5
-
-
-def test_long_white_space_takes_linear_time() -> None:
-    spaces = [" \n\n "] * 12500
-    started = time.thread_time()
-    message = read(HERMES, ["a", *spaces, "b", *spaces])
-    assert message.content == f"a{''.join(spaces)}b{''.join(spaces)}"
-    assert time.thread_time() - started < 2
 
 
 def test_many_arguments_of_python_take_linear_time() -> None:

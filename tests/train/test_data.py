@@ -113,14 +113,6 @@ def test_rows_that_cannot_be_used_are_counted_by_reason(tmp_path: Path, caplog: 
     assert sum("no JSON object" in line for line in named) == 3  # the first ones only
 
 
-@pytest.mark.parametrize("reason", BAD_ROWS)
-def test_a_file_without_a_good_row_is_an_error(reason: str, tmp_path: Path) -> None:
-    bad = write_rows(tmp_path / "bad.jsonl", "", *BAD_ROWS[reason])
-    good = write(tmp_path / "good.jsonl", {"text": "def one(): return 1"})
-    with pytest.raises(ConfigError, match=f"no row of {bad} can be used; line 2: {reason}"):
-        prepare(TARGET, [good, bad], tmp_path / "out", 0.0, 64, 2, 0)
-
-
 def test_a_refusing_chat_template_costs_its_rows_only(tmp_path: Path) -> None:
     refuses = "{% if messages[0].role != 'user' %}{{ raise_exception('no user') }}{% endif %}" + DROPS_REASONING
     target, good = target_with_template(tmp_path / "target", refuses), {"messages": reasoning_chat("f")}

@@ -151,8 +151,10 @@ def test_medusa_heads_of_the_authors_get_vllms_names(folder: Path, tmp_path: Pat
     assert torch.equal(one.logits(states, 2), two.logits(states, 2))
 
 
-@pytest.mark.parametrize("name", ["fc.bias", "midlayer.self_attn.q_proj.bias", "midlayer.self_attn.o_proj.bias"])
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [("fc.bias", "vllm"), ("midlayer.self_attn.q_proj.bias", "sglang"), ("midlayer.self_attn.o_proj.bias", "vllm")],
+)
 def test_biases_of_eagle3_heads_are_refused(name: str, engine: str, folder: Path, tmp_path: Path) -> None:
     head = Path(written(folder, tmp_path, "eagle3", head__target_layer_ids=[0, 1, 2]))
     tensors = load_file(head / "model.safetensors")

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from eyas.device import placement
 from eyas.errors import ConfigError
-from eyas.train.config import SERVED_BY
 from eyas.train.evaluate import Evaluation
 from eyas.train.features import NoStates, OnlineTarget
 from eyas.train.methods import TRAINEES, build_trainer
 from eyas.train.trainer import Trainer
+from tests.support.tiers import tiered
 from tests.train.small_runs import settings
 
 TRACKIO = """
@@ -41,9 +41,7 @@ def loss(trainer: Trainer) -> float:
 DAILY = ("dspark", "peagle", "eagle3", "medusa", "draft_model")  # a class of trainees each
 
 
-@pytest.mark.parametrize(
-    "method", [pytest.param(method, marks=() if method in DAILY else pytest.mark.nightly) for method in TRAINEES]
-)
+@pytest.mark.parametrize("method", tiered(TRAINEES, DAILY))
 def test_a_method_trains_and_its_head_drafts_in_the_engine(method: str, folder: Path, tmp_path: Path) -> None:
     config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"), optimizer__max_steps=8)
     trainer = build_trainer(config)
@@ -187,14 +185,3 @@ def test_trackers_get_the_figures_of_the_log(folder: Path, tmp_path: Path, monke
     assert [values["tau_t0"] for _, values in logged if "tau_t0" in values] == [records[-1]["tau_t0"]]
     events = b"".join(path.read_bytes() for path in (tmp_path / "run").rglob("events.out.tfevents.*"))
     assert all(name in events for name in (b"learning_rate", b"loss", b"tau_t0", b"tau_t1"))
-
-
-@pytest.mark.parametrize("method", DAILY)
-def test_a_written_head_starts_another_run_where_it_was(method: str, folder: Path, tmp_path: Path) -> None:
-    config = settings(folder, str(folder / "target"), method, out=str(tmp_path / "run"))
-    trainer = build_trainer(config)
-    trainer.step()
-    trainer.trainee.write(tmp_path / "head")  # type: ignore[operator]
-    warm = settings(folder, str(folder / "target"), method, out=str(tmp_path / "warm"), draft_model=str(tmp_path / "head"))
-    assert SERVED_BY.get(method, method)
-    assert loss(build_trainer(warm)) == pytest.approx(loss(trainer), abs=1e-5)

@@ -13,6 +13,7 @@ from eyas.train.multi_head import DraftModelTrainer
 from eyas.train.start import Samples, low_rank, solve
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import SERVED
+from tests.support.tiers import tiered
 from tests.support.tiny import write_spelling_tokenizer
 from tests.train.small_runs import prepared, settings, tiny_target
 
@@ -47,7 +48,13 @@ def test_other_methods_keep_random_weights(method: str, folder: Path, tmp_path: 
     assert (scales is not None and not torch.equal(scales, random.kept["input_scales"])) == (method == "dflash")
 
 
-@pytest.mark.parametrize("method", ["eagle1", "eagle3", "eagle3.1", "medusa", "hydra", "dspark", "dflash"])
+@pytest.mark.parametrize(
+    "method",
+    tiered(
+        ("eagle3", "medusa", "dspark", "peagle", "draft_model", "eagle1", "eagle3.1", "hydra", "dflash"),
+        ("eagle3", "medusa", "dspark", "peagle", "draft_model"),
+    ),
+)
 def test_a_written_head_is_the_one_that_was_started(method: str, folder: Path, tmp_path: Path) -> None:
     """The scales of its inputs are part of the weights that are written."""
     target = str(folder / "target")

@@ -12,6 +12,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.engine import Engine
 from tests.support.runs import assert_plain, run, stats_of
+from tests.support.tiers import tiered
 from tests.support.tiny import build_engine, fixed_config
 from tests.support.tiny_mtp import FAMILIES, write_mtp
 
@@ -19,7 +20,7 @@ GREEDY = SamplingParams(16, 0.0, ignore_eos=True)
 SAMPLINGS = (GREEDY, replace(GREEDY, temperature=0.8), replace(GREEDY, temperature=1.1, top_k=12, top_p=0.85))
 TREE, CHAIN = TreeConfig(16, 4, 3), TreeConfig(4, 3, 1)
 DAILY = ("glm4_moe", "deepseek_v3", "mellum")
-EACH = [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in FAMILIES]
+EACH = tiered(FAMILIES, DAILY)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.support.naive_eagle import Node, best_tree
 from tests.support.naive_mtp import NaiveMtp
+from tests.support.tiers import tiered
 from tests.support.tiny_mtp import FAMILIES, HIDDEN, LAYERS, write_mtp
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
@@ -77,9 +78,7 @@ def assert_rounds(drafter: MtpDrafter, plain: NaiveMtp) -> None:
     drafter.sessions.check()
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[] if name in DAILY else pytest.mark.nightly) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", tiered(FAMILIES, DAILY))
 @pytest.mark.parametrize("output", ["normed", "state"])
 def test_trees_equal_those_of_whole_sequences(family: str, output: Output, folders: dict[str, str]) -> None:
     assert_rounds(make(folders[family], output), NaiveMtp(folders[family], family, output))

@@ -64,12 +64,6 @@ def test_structured_outputs_equal_plain_constrained_ones(demo_cluster: Cluster, 
             assert isinstance(json.loads(plain.text)["a"], int)
 
 
-def test_a_schema_that_does_not_compile_is_refused(demo_cluster: Cluster) -> None:
-    asked = replace(GREEDY, structured_outputs=StructuredOutputs(json={"not": {"type": "string"}}))
-    with pytest.raises(InvalidRequest, match="cannot be compiled"):
-        generate(demo_cluster["router"].address, prompts()[3], asked)
-
-
 def test_constraints_that_leave_no_token_are_refused(demo_cluster: Cluster) -> None:
     """Another verifier could not go on either, so none is tried."""
     asked = replace(GREEDY, structured_outputs=StructuredOutputs(choice=("~",)), bad_words=("~",))

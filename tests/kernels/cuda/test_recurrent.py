@@ -25,6 +25,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 from eyas.kernels.cuda import recurrent as kernel
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+F32, BF16 = torch.float32, torch.bfloat16
 SCRATCH, NUM_STASHED = 20, 400
 
 
@@ -134,14 +135,13 @@ def test_segments_of_unlike_sizes_equal_the_plain_form(is_delta: bool) -> None:
     Layer(NARROW, segments, is_delta, torch.float32).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sizes", [Sizes(1, 1, 8, 8), Sizes(4, 4, 24, 40), Sizes(1, 3, 128, 128), Sizes(2, 4, 128, 64)])
-@pytest.mark.parametrize("is_delta", [True, False])
+@pytest.mark.parametrize(("sizes", "dtype", "is_delta"), [  # all pairs
+    (Sizes(1, 1, 8, 8), F32, True), (Sizes(4, 4, 24, 40), F32, False), (Sizes(1, 3, 128, 128), F32, False),
+    (Sizes(2, 4, 128, 64), F32, True), (Sizes(1, 1, 8, 8), BF16, False), (Sizes(4, 4, 24, 40), BF16, True),
+    (Sizes(1, 3, 128, 128), BF16, True), (Sizes(2, 4, 128, 64), BF16, False),
+])  # fmt: skip
 def test_any_heads_widths_and_types_equal_the_plain_form(sizes: Sizes, dtype: torch.dtype, is_delta: bool) -> None:
-    segments = [
-        segment(11, StateStep(3, 4, 200 + np.arange(3), stash=0), bushy(11)),
-        segment(40, StateStep(START, 5)),
-    ]
+    segments = [segment(11, StateStep(3, 4, 200 + np.arange(3), stash=0), bushy(11)), segment(40, StateStep(START, 5))]
     Layer(sizes, segments, is_delta, dtype).check()
 
 
@@ -164,9 +164,9 @@ def test_large_gates_lose_no_digits_of_later_rows() -> None:
     layer.check()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [2, 3, 4])
-@pytest.mark.parametrize("has_pending", [True, False])
+@pytest.mark.parametrize(("width", "dtype", "has_pending"), [  # all pairs
+    (2, F32, True), (3, F32, False), (4, F32, True), (2, BF16, False), (3, BF16, True), (4, BF16, False),
+])  # fmt: skip
 def test_convolutions_equal_the_plain_form(width: int, dtype: torch.dtype, has_pending: bool) -> None:
     """Rows of a wider tensor; trees behind short and long accepted paths, prompts with marks, rows without a sequence."""
     segments = [

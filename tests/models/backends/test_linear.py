@@ -8,13 +8,7 @@ from torch import nn
 
 from eyas.device.host import has_numba
 from eyas.device.processor import converts_halves
-from eyas.models.backends.packed_weights import (
-    MergedLinearPart,
-    PackedLinear,
-    has_fbgemm,
-    has_kernel,
-    pack_weights,
-)
+from eyas.models.backends.packed_weights import MergedLinearPart, PackedLinear, has_fbgemm, has_kernel, pack_weights
 
 BLOCKS, HALVES = ("float32 blocks", "float16 blocks"), ("fbgemm", "float16 blocks")
 

@@ -16,15 +16,7 @@ from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, read_hea
 from eyas.models.heads.layers import default_rotary_table, rotary_table
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.support.checkpoint_formats import (
-    CHECKPOINT_FORMATS,
-    TINY,
-    TINY_EAGLE1,
-    random_tensors,
-    save,
-    specforge,
-    vllm,
-)
+from tests.support.checkpoint_formats import CHECKPOINT_FORMATS, TINY, TINY_EAGLE1, random_tensors, save, specforge, vllm
 from tests.support.naive_eagle import NaiveEagle, best_tree, linear, rms
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)

@@ -162,6 +162,7 @@ def test_a_random_head_is_refused_with_the_numbers(tiny_target: str, tiny_head: 
         report.require(tiny_head)
 
 
+@pytest.mark.nightly  # a verifier does below
 def test_the_llm_class_uses_the_wiring_that_works(tmp_path: Path, caplog: pytest.LogCaptureFixture, short: None) -> None:
     head = with_config(tmp_path / "head", **WRONG["the residual flipped and layers shifted"])
     greedy, engine = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True), fixed_config()
@@ -181,12 +182,7 @@ def test_a_verifier_uses_the_wiring_that_works(tmp_path: Path, short: None) -> N
     config = VerifierConfig("demo", TARGET, head, dtype="float32", device="cpu", engine=fixed_config())
     for checks, layers in ((config, RIGHT.aux_hidden_state_layers), (replace(config, validate_head="never"), (3, 7, 10))):
         engine, _ = load_engine(
-            checks,
-            Checkpoint(TARGET),
-            DraftHead(head, "eagle3"),
-            TargetInfo("target", "features"),
-            TargetWorkers(),
-            Peers(),
+            checks, Checkpoint(TARGET), DraftHead(head, "eagle3"), TargetInfo("target", "features"), TargetWorkers(), Peers()
         )
         assert engine.target.aux_hidden_state_layers == layers
 

@@ -33,6 +33,7 @@ from eyas.models.layers.norms import HeadLayout, RMSNorm
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
 from tests.support.families import FAMILIES, GEMMA_4_ROPE, config_of, write_model
+from tests.support.tiers import tiered
 from tests.support.tiny import write_target
 
 FUSED = ("llama-3", "llama-tied", "rope-yarn", "mistral", "qwen-2", "qwen-3", "phi-3", "gemma-2", "gemma-3")
@@ -43,7 +44,7 @@ ROWS = 20  # more than the sliding windows
 DAILY = ("llama-3", "qwen-3", "phi-3", "gemma-3")  # the others' parts are in these too
 
 
-@pytest.fixture(params=[pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in FUSED])
+@pytest.fixture(params=tiered(FUSED, DAILY))
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> TargetModel:
     kind, settings = FAMILIES[request.param]
     return load_target(
@@ -97,12 +98,6 @@ def test_fused_layers_equal_those_of_transformers(target: TargetModel) -> None:
     check_rotary_tables(target)
     use_torch(target)
     assert_equal_to_unfused(target, by_kernels)
-
-
-def test_fused_layers_run_without_numba(tmp_path: Path) -> None:
-    target = load_target(write_model(tmp_path, config_of("llama")), aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
-    use_torch(target)
-    assert_equal_to_unfused(target)
 
 
 @pytest.mark.parametrize("settings", [{}, {"decoder_sparse_step": 2}])
@@ -173,7 +168,12 @@ def test_processes_take_turns_to_compile_kernels() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "weights"), [*((name, "half") for name in FUSED), ("llama-3", "float"), ("qwen-3", "mixed")]
+    ("name", "weights"),
+    [
+        *(pytest.param(name, "half", marks=() if name in DAILY else pytest.mark.nightly) for name in FUSED),
+        ("llama-3", "float"),
+        ("qwen-3", "mixed"),
+    ],
 )
 def test_layers_in_one_kernel_equal_those_run_apart(
     name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -372,15 +372,11 @@ def test_a_neighbours_prompt_changes_no_bits() -> None:
     assert torch.equal(together, torch.cat([apart[1], apart[0], apart[2]]))
 
 
-NIGHTLY = ("qwen-2", "phi-3", "qwen-3-moe", "dense", "experts")  # their parts are in the others too
+DAILY_ON_GPUS = ("qwen-3", "mixtral", "gemma-2", "e2b")  # the others' parts are in these too
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("qwen-3", "mixtral", "gemma-2", "e2b"),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY),
-    ],
+    "name", tiered((*DAILY_ON_GPUS, "qwen-2", "phi-3", "qwen-3-moe", "dense", "experts"), DAILY_ON_GPUS)
 )
 def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")

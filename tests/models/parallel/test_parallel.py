@@ -87,9 +87,7 @@ def shared(size: int, target: str, head: str) -> Iterator[Shared]:
     try:
         fuser = load_fuser(head, target)
         yield Shared(
-            ranks,
-            load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers, shard=Shard(0, size)),
-            fuser,
+            ranks, load_target(target, aux_hidden_state_layers=fuser.aux_hidden_state_layers, shard=Shard(0, size)), fuser
         )
     finally:
         ranks.close()

@@ -28,6 +28,7 @@ from eyas.models.target import TargetModel
 from tests.models.layers.test_fused import GEMMA_4
 from tests.support.devices.rank_threads import RankThreads
 from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.tiers import tiered
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -81,9 +82,7 @@ def logits_over_ranks(targets: Sequence[TargetModel], run: Callable[[TargetModel
     return torch.cat(RankThreads(NUM_RANKS).run(lambda rank: run(targets[rank])), -1)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "gemma-4" else pytest.mark.nightly) for name in MODELS]
-)
+@pytest.mark.parametrize("name", tiered(MODELS, ("gemma-4",)))
 def test_ranks_with_kernels_equal_the_whole_model(
     name: str, tmp_path: Path, kernels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

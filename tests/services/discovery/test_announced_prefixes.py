@@ -87,9 +87,7 @@ def test_many_salts_do_not_slow_the_announcement(monkeypatch: pytest.MonkeyPatch
     assert found == [block for salt in salts for block in block_hashes(sequence.tolist(), salt)]
 
 
-async def test_served_prompts_are_announced_and_wrong_targets_rejected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_served_prompts_are_announced_and_wrong_targets_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.engine.async_engine.ANNOUNCE_SECONDS", 0.01)
     engine = assemble_engine(
         load_target(DEMO, "float32", "cpu", ()), None, EngineConfig(max_kv_tokens=1024), TreeConfig(), None

@@ -67,21 +67,8 @@ async def test_slices_without_endpoints_or_our_port_yield_no_workers() -> None:
             assert api.num_lists == 1, "one watch reported all changes"
 
 
-async def test_a_missed_delete_is_mended_by_the_next_list() -> None:
-    async with running(ApiServer()) as api, pod_worker() as worker:
-        api.put("v", worker.address, pod(worker.address))
-        async with discovering(kubernetes(api, SOON)) as discovery:
-            await until(lambda: names(discovery) == {worker.incarnation})
-            api.delete_silently("v")
-            await until(lambda: not names(discovery))
-
-
 async def test_a_stalled_watch_hides_nothing_for_long(caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        running(ApiServer(mute=True)) as api,
-        pod_worker() as worker,
-        discovering(kubernetes(api, SOON)) as discovery,
-    ):
+    async with running(ApiServer(mute=True)) as api, pod_worker() as worker, discovering(kubernetes(api, SOON)) as discovery:
         await until(lambda: api.num_watching == 1)
         api.put("v", worker.address, pod(worker.address))
         await until(lambda: names(discovery) == {worker.incarnation})
@@ -123,11 +110,7 @@ async def test_discovery_is_not_synced_without_the_api_server(caplog: pytest.Log
 
 
 async def test_an_expired_watch_restarts(caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        running(ApiServer()) as api,
-        pod_worker() as worker,
-        discovering(kubernetes(api, FOR_EVER)) as discovery,
-    ):
+    async with running(ApiServer()) as api, pod_worker() as worker, discovering(kubernetes(api, FOR_EVER)) as discovery:
         await until(lambda: api.num_watching == 1)
         api.forget()
         api.put("v", worker.address, pod(worker.address))

@@ -43,13 +43,6 @@ async def until_empty(reader: Registry) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_published_lease_is_read_as_it_was_written(url: str) -> None:
-    async with registry(url) as worker, registry(url) as reader:
-        await worker.publish(lambda: LEASE)
-        assert await reader.leases("verifier") == [LEASE]
-        assert await reader.leases("draft") == []
-
-
 async def test_a_lease_follows_the_load_of_its_worker(url: str) -> None:
     loads = iter(range(10_000))
     async with registry(url) as worker, registry(url) as reader:

@@ -131,11 +131,6 @@ def test_a_bad_name_of_a_session_ends_its_own_stream_only(
     assert roots(converse(stub, [GOOD])[0]) == {"a": 14}
 
 
-def test_a_stream_that_ends_releases_its_sessions(stub: draft_pb2_grpc.DraftStub, drafter: ToyDrafter) -> None:
-    converse(stub, [GOOD, packed(context("b", TOKENS[:3]))])
-    eventually(lambda: not drafter.sessions)
-
-
 def test_a_drafter_that_fails_costs_trees_and_nothing_else() -> None:
     trouble = iter([RuntimeError("out of memory")])
 

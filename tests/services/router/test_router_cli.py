@@ -17,17 +17,7 @@ from eyas.cli.main import main
 from eyas.services.local.cluster import free_port
 from eyas.text.tokenizer import load_tokenizer
 from tests.support.services.http_router import REST_TEXT, http_router
-from tests.support.services.scripted_verifier import (
-    DEMO,
-    PROMPT_TEXT,
-    REST,
-    TEXT,
-    TOKENS,
-    Script,
-    router,
-    until,
-    worker,
-)
+from tests.support.services.scripted_verifier import DEMO, PROMPT_TEXT, REST, TEXT, TOKENS, Script, router, until, worker
 
 BLOCKED_TORCH = "import sys; sys.modules['torch'] = None; from eyas.cli.main import main; main()"
 GREEN, YELLOW = "\x1b[1;32m", "\x1b[33m"

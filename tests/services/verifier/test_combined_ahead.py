@@ -27,8 +27,9 @@ AHEAD = DraftAheadConfig(top_k=8, num_candidates=8, num_steps=4)
 @pytest.mark.parametrize(
     ("mode", "method", "budget"),
     [
-        ("never", "dspark", "fixed"), ("never", "eagle3", "adaptive"), ("always", "eagle3", "adaptive"),
-        ("always", "eagle3", "fixed"), ("never", "lookahead", "fixed"),
+        ("never", "dspark", "fixed"), ("always", "eagle3", "adaptive"), ("never", "lookahead", "fixed"),
+        pytest.param("never", "eagle3", "adaptive", marks=pytest.mark.nightly),
+        pytest.param("always", "eagle3", "fixed", marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_combined_trees_sent_ahead_change_no_token(

@@ -157,10 +157,7 @@ def test_a_draft_client_rejects_a_drafter_for_another_target(
     """As a service does that has one drafter and does not look at who asks."""
     monkeypatch.setattr(servicer, "choose_worker", lambda workers, wanted: workers[0])
     needs, wanted = DrafterNeeds(features=True), TargetInfo("another", "none")
-    with (
-        serving(ToyDrafter(), INFO) as address,
-        closing(RemoteDrafter(address, needs, PATIENT, target=wanted)) as remote,
-    ):
+    with serving(ToyDrafter(), INFO) as address, closing(RemoteDrafter(address, needs, PATIENT, target=wanted)) as remote:
         eventually(lambda: "which is not TargetInfo(target_fingerprint='another'" in caplog.text)
         assert not remote.connected
 

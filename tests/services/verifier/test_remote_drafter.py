@@ -104,10 +104,7 @@ def test_late_trees_are_dropped_and_an_open_breaker_is_free() -> None:
             assert remote.num_lost == 2
             started = time.monotonic()
             for _ in range(50):
-                assert remote.request([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=NO_TREE)])() == [
-                    None,
-                    None,
-                ]
+                assert remote.request([context("a", TOKENS[:7]), context("b", TOKENS[:3], budget=NO_TREE)])() == [None, None]
             assert remote.num_lost == 2 or time.monotonic() - started > config.breaker_reset_s
         finally:
             remote.config = PATIENT  # the drafter answers from now on, however slowly
@@ -124,10 +121,7 @@ def test_a_killed_drafter_costs_drafts_only_and_is_resynced() -> None:
         remote.request([context("a", TOKENS[:5])])()
     with closing(remote):
         eventually(lambda: not remote.connected)
-        assert remote.request([context("a", TOKENS[:7], base=5), context("b", TOKENS[:3], budget=NO_TREE)])() == [
-            None,
-            None,
-        ]
+        assert remote.request([context("a", TOKENS[:7], base=5), context("b", TOKENS[:3], budget=NO_TREE)])() == [None, None]
         with serving(ToyDrafter(), port=int(address.rpartition(":")[2])):
             eventually(lambda: remote.connected)
             assert remote.request([context("a", TOKENS[:9], base=5)])() == [ResyncRequired("a", 0, 0)]
@@ -172,13 +166,6 @@ def test_an_invalid_answer_undoes_no_earlier_failure() -> None:
         breaker.failed()
         breaker.rejected()
     assert breaker.state == "open"
-
-
-def test_an_unreachable_address_means_no_drafts_and_no_wait() -> None:
-    with serving(ToyDrafter()) as address:
-        pass
-    with closing(RemoteDrafter(address, NEEDS, PATIENT)) as remote:
-        assert remote.request([context("a", TOKENS[:5])])() == [None]
 
 
 def test_a_drafter_that_needs_missing_features_is_not_used(caplog: pytest.LogCaptureFixture) -> None:

@@ -49,9 +49,7 @@ def passes(draw: st.DrawFn, max_segments: int = 4, max_rows: int = 12, max_prefi
     seed = draw(st.integers(0, 2**16))
     sizes = draw(
         st.lists(
-            st.tuples(st.booleans(), st.integers(1, max_rows), st.integers(0, max_prefix)),
-            min_size=1,
-            max_size=max_segments,
+            st.tuples(st.booleans(), st.integers(1, max_rows), st.integers(0, max_prefix)), min_size=1, max_size=max_segments
         )
     )
     return make_pass(sizes, seed)

@@ -140,11 +140,7 @@ class RayApplication:
 
 @contextmanager
 def running_application(
-    folder: Path,
-    model: Path,
-    command: str = "run",
-    deployments: Sequence[Mapping[str, Any]] = (),
-    max_drafters: int = 1,
+    folder: Path, model: Path, command: str = "run", deployments: Sequence[Mapping[str, Any]] = (), max_drafters: int = 1
 ) -> Iterator[RayApplication]:
     """The application with Redis, Ray and collector of traces of its own; stopped whatever happens. model: of `write_model`.
     command: of `serve`. deployments: overrides of Serve's options, as its config files list them."""

@@ -1,7 +1,6 @@
 """Verifiers that reject, fail, stall or are missing, and clients that disconnect."""
 
 import asyncio
-from contextlib import AsyncExitStack
 
 import grpc
 import pytest
@@ -10,7 +9,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from eyas.config import RegistryConfig, RetryConfig, ServerConfig
 from eyas.errors import Unavailable, WorkerLost
 from eyas.rpc.channel import open_channel
-from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import Load
 from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.redis_registry import Registry
@@ -18,8 +16,6 @@ from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.local.cluster import free_port
 from eyas.services.router.dispatch.dispatcher import UpstreamCall
 from eyas.v1 import generation_pb2
-from eyas.v1.generation_pb2_grpc import GenerationStub
-from tests.support.services.redis_server import running_redis
 from tests.support.services.scripted_verifier import (
     CALL,
     CHUNK_TOKENS,
@@ -30,7 +26,6 @@ from tests.support.services.scripted_verifier import (
     TOKENS,
     Script,
     failure,
-    request_with,
     router,
     send,
     tokens_of,
@@ -142,14 +137,6 @@ async def test_a_lost_verifier_is_replaced_with_equal_output(url: str, status: s
     assert living.calls[0].request.sampling.seed == dying.calls[0].request.sampling.seed
 
 
-async def test_a_verifier_that_has_just_failed_is_avoided(url: str) -> None:
-    dying, living = Script(TOKENS, fails_after=0), Script(TOKENS)
-    async with worker(url, dying, free_kv_tokens=99_999), worker(url, living), router(url) as address:
-        for _ in range(3):
-            await send(address, CALL)
-    assert (len(dying.calls), len(living.calls)) == (1, 3)
-
-
 @pytest.mark.parametrize(("status", "num_calls"), [("INVALID_ARGUMENT", 1), ("INTERNAL", 2), ("UNAVAILABLE", 4)])
 async def test_only_server_faults_are_retried_and_the_last_is_reported(url: str, status: str, num_calls: int) -> None:
     one, other = (Script(TOKENS, fails_after=0, status=grpc.StatusCode[status]) for _ in range(2))
@@ -198,20 +185,3 @@ def test_router_and_client_timeouts_cancel_at_the_verifier(url: str, limit: str,
         return bool(script.calls)
 
     assert any(asyncio.run(reaches_the_verifier(limit_s)) for limit_s in LIMITS_S)
-
-
-async def test_a_client_that_disconnects_cancels_its_request(url: str) -> None:
-    script = Script(TOKENS, stalls_after=1)
-    async with worker(url, script), router(url) as address, open_channel(address) as channel:
-        answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL))
-        await answers.read()
-        answers.cancel()
-        await until(lambda: script.num_cancelled == 1)
-
-
-async def test_requests_go_on_while_redis_is_away() -> None:
-    async with AsyncExitStack() as stack:
-        with running_redis(free_port()) as url:
-            await stack.enter_async_context(worker(url, Script(TOKENS)))
-            address = await stack.enter_async_context(router(url))
-        assert tokens_of(await send(address, request_with(session="s"))) == REST

@@ -122,10 +122,7 @@ async def test_if_every_verifier_is_ejected_requests_still_go_out() -> None:
         pod_router(
             settings("static", verifiers=(one.address,)),
             OutlierDetectionConfig(base_ejection_time_s=600, max_ejection_time_s=600),
-        ) as (
-            address,
-            workers,
-        ),
+        ) as (address, workers),
     ):
         await until(lambda: bool(workers.reachable))
         assert (await failure(address, CALL))[0] is grpc.StatusCode.UNAVAILABLE

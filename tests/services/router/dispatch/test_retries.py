@@ -77,14 +77,6 @@ async def test_a_request_waits_for_a_verifier_to_come_back(url: str, num_chunks:
             assert tokens_of(await answer) == REST
 
 
-async def test_a_request_waits_for_the_first_verifier_of_its_model(url: str) -> None:
-    async with router(url, retry=PATIENT) as address:
-        answer = asyncio.create_task(send(address, CALL))
-        await asyncio.sleep(0.2)
-        async with worker(url, Script(TOKENS)):
-            assert tokens_of(await answer) == REST
-
-
 async def test_an_unknown_model_is_rejected_without_a_wait(url: str) -> None:
     async with router(url, retry=replace(PATIENT, budget_s=600.0)) as address:
         async with asyncio.timeout(20):
@@ -164,10 +156,6 @@ async def test_a_request_that_has_begun_waits_for_a_full_verifier(url: str) -> N
 async def test_a_request_is_never_continued_by_another_target(url: str) -> None:
     dying, other = Script(TOKENS, fails_after=1), Script(TOKENS)
     other_model = replace(MODEL, fingerprint="another target")
-    async with (
-        worker(url, dying, free_kv_tokens=99_999),
-        worker(url, other, model=other_model),
-        router(url) as address,
-    ):
+    async with worker(url, dying, free_kv_tokens=99_999), worker(url, other, model=other_model), router(url) as address:
         code, _ = await failure(address, CALL)
     assert (code, other.calls) == (grpc.StatusCode.UNAVAILABLE, [])

@@ -1,13 +1,14 @@
 """Filter, score, pick: the pair of a request, as pure functions of a worker snapshot."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from eyas.config import RoutingConfig
 from eyas.rpc.messages import Lease, Load, ModelInfo, Role
 from eyas.services.discovery.redis_registry import Placement
-from eyas.services.router.dispatch.routing import RoutingRequest, WorkerSnapshot, eligible_verifiers, pick
+from eyas.services.router.dispatch.routing import RoutingRequest, WorkerSnapshot, pick
 
 MODEL = ModelInfo("demo", "target", 4096, 2048, "head")
 REQUEST = RoutingRequest("demo", 100)
@@ -24,7 +25,7 @@ def snapshot(
     return WorkerSnapshot(by_role["verifier"], by_role["draft"], in_flight or {}, unhealthy)
 
 
-def chosen(snapshot: WorkerSnapshot, request: RoutingRequest = REQUEST) -> tuple[str, str] | None:
+def chosen(snapshot: WorkerSnapshot, request: RoutingRequest) -> tuple[str, str] | None:
     pair = pick(snapshot, request, RoutingConfig())
     if pair is None:
         return None
@@ -34,80 +35,58 @@ def chosen(snapshot: WorkerSnapshot, request: RoutingRequest = REQUEST) -> tuple
 V, W, D, E = lease("verifier", "v"), lease("verifier", "w"), lease("draft", "d"), lease("draft", "e")
 
 
-def test_a_verifier_of_another_model_is_not_eligible() -> None:
-    assert eligible_verifiers(snapshot(replace(V, model=replace(MODEL, name="other"))), REQUEST) == []
+def of_model(worker: Lease, **changes: Any) -> Lease:
+    return replace(worker, model=replace(MODEL, **changes))
+
+
+def loaded(worker: Lease, *load: int) -> Lease:
+    return replace(worker, load=Load(*load))
+
+
+V_BITS, W_BITS = of_model(V, outputs_fingerprint="v bits"), of_model(W, outputs_fingerprint="w bits")
 
 
 @pytest.mark.parametrize(
-    "model",
-    [replace(MODEL, fingerprint="x"), replace(MODEL, features_fingerprint="x"), replace(MODEL, features_fingerprint="")],
+    ("workers", "changes", "expected"),
+    [
+        pytest.param(snapshot(of_model(V, name="other")), {}, None, id="not another model"),
+        pytest.param(snapshot(V, of_model(D, fingerprint="x")), {}, ("v", ""), id="no drafter of another target"),
+        pytest.param(snapshot(V, of_model(D, features_fingerprint="x")), {}, ("v", ""), id="no drafter of another head"),
+        pytest.param(snapshot(V, of_model(D, features_fingerprint="")), {}, ("v", ""), id="no drafter without a head"),
+        pytest.param(snapshot(V, D), {"wants_drafter": False}, ("v", ""), id="no drafter for plain decoding"),
+        pytest.param(snapshot(of_model(V, max_model_len=99), W), {}, ("w", ""), id="not too short a context"),
+        pytest.param(snapshot(of_model(V, max_model_len=100)), {}, ("v", ""), id="a context that just suffices"),
+        pytest.param(snapshot(V, W), {"excluded": frozenset("v")}, ("w", ""), id="not one that failed the request"),
+        pytest.param(snapshot(V), {"excluded": frozenset("v")}, None, id="none if all failed the request"),
+        pytest.param(
+            snapshot(V, of_model(W, fingerprint="x")), {"target_fingerprint": "x"}, ("w", ""), id="the target it began with"
+        ),
+        pytest.param(
+            snapshot(V_BITS, W_BITS), {"target_fingerprint": W_BITS.model.pin}, ("w", ""), id="the dtype it began with"
+        ),
+        pytest.param(snapshot(V_BITS), {"target_fingerprint": W_BITS.model.pin}, None, id="no other dtype"),
+        pytest.param(snapshot(V_BITS), {"target_fingerprint": V.model.pin}, ("v", ""), id="begun by an older verifier"),
+        pytest.param(snapshot(loaded(V, 2, 1, 1000), loaded(W, 1, 1, 1000)), {}, ("w", ""), id="the less loaded verifier"),
+        pytest.param(snapshot(V, W, in_flight={"v": 1}), {}, ("w", ""), id="requests in flight count"),
+        pytest.param(snapshot(V, D, E, in_flight={"d": 1}), {}, ("v", "e"), id="the less loaded drafter"),
+        pytest.param(snapshot(loaded(V, 0, 0, 10), loaded(W, 3, 0, 100)), {}, ("w", ""), id="not a full cache"),
+        pytest.param(snapshot(V, loaded(W, 0, 0, 2000)), {}, ("w", ""), id="of equals the larger free cache"),
+        pytest.param(
+            snapshot(V, loaded(W, 3, 1, 1000), D, E), {"last": Placement("w", "e")}, ("w", "e"), id="the session's own pair"
+        ),
+        pytest.param(snapshot(V, D), {"last": Placement("gone", "gone")}, ("v", "d"), id="the session's pair is gone"),
+        pytest.param(
+            snapshot(V, W, unhealthy=frozenset("v")), {"last": Placement("v")}, ("w", ""), id="an unhealthy one last"
+        ),
+        pytest.param(snapshot(V, unhealthy=frozenset("v")), {"last": Placement("v")}, ("v", ""), id="none but unhealthy"),
+    ],
 )
-def test_a_drafter_for_another_target_or_head_is_left_out(model: ModelInfo) -> None:
-    assert chosen(snapshot(V, replace(D, model=model))) == ("v", "")
+def test_a_request_gets_the_pair_that_fits_it(
+    workers: WorkerSnapshot, changes: dict[str, Any], expected: tuple[str, str] | None
+) -> None:
+    assert chosen(workers, replace(REQUEST, **changes)) == expected
 
 
 def test_a_verifier_without_a_head_gets_no_drafter() -> None:
     headless = replace(MODEL, features_fingerprint="")
     assert not headless.target.is_drafted_by(headless)
-
-
-def test_plain_decoding_gets_no_drafter() -> None:
-    assert chosen(snapshot(V, D), replace(REQUEST, wants_drafter=False)) == ("v", "")
-
-
-def test_a_verifier_with_too_short_a_context_is_not_eligible() -> None:
-    short = replace(V, model=replace(MODEL, max_model_len=99))
-    assert chosen(snapshot(short, W)) == ("w", "")
-    assert chosen(snapshot(replace(V, model=replace(MODEL, max_model_len=100)))) == ("v", "")
-
-
-def test_a_verifier_that_failed_the_request_is_excluded_for_it() -> None:
-    assert chosen(snapshot(V, W), replace(REQUEST, excluded=frozenset("v"))) == ("w", "")
-    assert chosen(snapshot(V), replace(REQUEST, excluded=frozenset("v"))) is None
-
-
-def test_a_running_request_stays_with_its_target() -> None:
-    other = replace(W, model=replace(MODEL, fingerprint="x"))
-    assert chosen(snapshot(V, other), replace(REQUEST, target_fingerprint="x")) == ("w", "")
-
-
-def test_a_running_request_stays_with_its_dtype() -> None:
-    v, w = (replace(worker, model=replace(MODEL, outputs_fingerprint=f"{worker.incarnation} bits")) for worker in (V, W))
-    assert chosen(snapshot(v, w), replace(REQUEST, target_fingerprint=w.model.pin)) == ("w", "")
-    assert chosen(snapshot(v), replace(REQUEST, target_fingerprint=w.model.pin)) is None
-    assert chosen(snapshot(v), replace(REQUEST, target_fingerprint=V.model.pin)) == ("v", "")  # of an older verifier
-
-
-def test_the_less_loaded_verifier_wins() -> None:
-    assert chosen(snapshot(replace(V, load=Load(2, 1, 1000)), replace(W, load=Load(1, 1, 1000)))) == ("w", "")
-
-
-def test_requests_in_flight_count_before_a_lease_shows_them() -> None:
-    assert chosen(snapshot(V, W, in_flight={"v": 1})) == ("w", "")
-
-
-def test_a_verifier_with_free_cache_beats_an_idle_full_one() -> None:
-    assert chosen(snapshot(replace(V, load=Load(free_kv_tokens=10)), replace(W, load=Load(3, 0, 100)))) == ("w", "")
-
-
-def test_of_equals_the_one_with_more_free_kv_cache_wins() -> None:
-    assert chosen(snapshot(V, replace(W, load=Load(free_kv_tokens=2000)))) == ("w", "")
-
-
-def test_a_session_returns_to_its_verifier_despite_idle_ones() -> None:
-    busy = replace(W, load=Load(3, 1, 1000))
-    assert chosen(snapshot(V, busy, D, E), replace(REQUEST, last=Placement("w", "e"))) == ("w", "e")
-
-
-def test_a_session_moves_when_its_verifier_is_gone() -> None:
-    assert chosen(snapshot(V, D), replace(REQUEST, last=Placement("gone", "gone"))) == ("v", "d")
-
-
-def test_an_unhealthy_verifier_comes_last_even_for_its_session() -> None:
-    request = replace(REQUEST, last=Placement("v"))
-    assert chosen(snapshot(V, W, unhealthy=frozenset("v")), request) == ("w", "")
-    assert chosen(snapshot(V, unhealthy=frozenset("v")), request) == ("v", "")
-
-
-def test_the_less_loaded_drafter_wins() -> None:
-    assert chosen(snapshot(V, D, E, in_flight={"d": 1})) == ("v", "e")

@@ -22,10 +22,7 @@ BROKEN = [
 
 @pytest.mark.parametrize("keys", [(), ("other",)], ids=["open", "with keys"])
 async def test_a_broken_request_logs_no_exception(url: str, keys: tuple[str, ...], caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        worker(url, Script(TOKENS)),
-        http_router(url, keys=ApiKeys(plain_keys(keys, "test") if keys else ())) as base,
-    ):
+    async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(plain_keys(keys, "test") if keys else ())) as base:
         for first, then in BROKEN:
             for pause_s in (0.0, 0.02):
                 _, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))

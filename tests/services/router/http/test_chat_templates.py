@@ -391,9 +391,7 @@ def test_endless_templates_are_stopped(shape: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "{% set ns = namespace(t=[]) %}{% for m in range(8) %}{% set ns.t = ns.t + ['\U0001f600' * 60000000] %}{% endfor %}",
-    ],
+    ["{% set ns = namespace(t=[]) %}{% for m in range(8) %}{% set ns.t = ns.t + ['\U0001f600' * 60000000] %}{% endfor %}"],
 )
 def test_a_template_that_takes_all_memory_ends_a_child(source: str, tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"

@@ -23,10 +23,7 @@ async def test_a_response_is_one_span_in_the_client_trace(
     url: str, path: str, body: dict[str, object], operation: str, change: dict[str, object]
 ) -> None:
     spans = Spans()
-    async with (
-        worker(url, Script(TOKENS)),
-        http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base,
-    ):
+    async with worker(url, Script(TOKENS)), http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base:
         answer = await post(base, path, body | change, headers={"traceparent": TRACE[0][1]})
         assert answer.status_code == 200
     [request] = spans.named(f"{operation} demo")
@@ -56,10 +53,7 @@ async def test_a_request_that_is_rejected_before_it_runs_counts(
 
 async def test_a_request_that_cannot_fit_counts_once(url: str) -> None:
     spans = Spans()
-    async with (
-        worker(url, Script(TOKENS)),
-        http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base,
-    ):
+    async with worker(url, Script(TOKENS)), http_router(url, telemetry=RouterTelemetry(spans.telemetry)) as base:
         answer = await post(base, "/v1/completions", ALL | {"prompt": ["ok", "long"], "max_tokens": 10**6})
         assert answer.status_code == 400
     assert spans.value("eyas_router_requests_total", model="", status="INVALID_ARGUMENT") == 1

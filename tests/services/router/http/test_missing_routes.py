@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-import pytest
 
 from eyas.services.router.http.missing_routes import instead_of
 from tests.support.services.http_router import TOKENS, Script, http_router, worker
@@ -74,19 +73,17 @@ async def test_models_are_named_before_a_verifier_serves_them(url: str) -> None:
             assert (await client.head("/ping")).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("origin", "is_allowed"),
-    [
-        ("http://localhost:5173", True), ("http://localhost", True), ("https://here.example", True),
-        ("http://localhost.evil.example", False), ("http://localhost:5173.evil.example", False),
-        ("http://localhostx:1", False), ("https://there.example", False), ("null", False),
-    ],
-)  # fmt: skip
-async def test_an_origin_may_have_any_port(url: str, origin: str, is_allowed: bool) -> None:
+async def test_an_origin_may_have_any_port(url: str) -> None:
+    allowed = "http://localhost:5173", "http://localhost", "https://here.example"
+    refused = (
+        "http://localhost.evil.example", "http://localhost:5173.evil.example", "http://localhostx:1",
+        "https://there.example", "null",
+    )  # fmt: skip
     origins = ("http://localhost:*", "https://here.example")
     async with http_router(url, cors_allow_origins=origins) as base, httpx.AsyncClient(base_url=base) as client:
-        answer = await client.get("/v1/models", headers={"Origin": origin})
-        assert (answer.headers.get("access-control-allow-origin") == origin) == is_allowed
+        for origin in allowed + refused:
+            answer = await client.get("/v1/models", headers={"Origin": origin})
+            assert answer.headers.get("access-control-allow-origin") == (origin if origin in allowed else None), origin
 
 
 def test_paths_are_compared_as_far_as_they_matter() -> None:

@@ -17,15 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from openai import AsyncOpenAI, AuthenticationError
 from prometheus_client import Counter
 
-from eyas.config import (
-    ApiKeysConfig,
-    DiscoveryConfig,
-    HttpConfig,
-    RegistryConfig,
-    RouterConfig,
-    ServerConfig,
-    TlsConfig,
-)
+from eyas.config import ApiKeysConfig, DiscoveryConfig, HttpConfig, RegistryConfig, RouterConfig, ServerConfig, TlsConfig
 from eyas.errors import ConfigError, Unauthenticated
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import Lease, Load
@@ -126,17 +118,7 @@ async def test_metrics_equal_the_counts_of_the_process(url: str) -> None:
 async def test_every_get_route_answers_head(url: str) -> None:
     async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
         assert await becomes_ready(client)
-        for path in (
-            "/live",
-            "/ready",
-            "/health",
-            "/v1/models",
-            "/v1/models/other",
-            "/version",
-            "/metrics",
-            "/docs",
-            "/",
-        ):
+        for path in ("/live", "/ready", "/health", "/v1/models", "/v1/models/other", "/version", "/metrics", "/docs", "/"):
             asked, whole = await client.head(path), await client.get(path)
             assert (asked.status_code, asked.content) == (whole.status_code, b""), path
             assert asked.headers["content-type"] == whole.headers["content-type"]

@@ -12,7 +12,7 @@ from openai import BadRequestError
 from eyas.api.request import StructuredOutputs
 from eyas.services.router.http.bodies.base import parse_body
 from eyas.services.router.http.bodies.openai import CompletionBody
-from tests.support.services.http_router import ALL, CHAT, TOKENS, Script, served
+from tests.support.services.http_router import CHAT, TOKENS, Script, served
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
@@ -47,18 +47,6 @@ WAYS: list[tuple[dict[str, Any], StructuredOutputs | None]] = [
 def test_every_name_of_a_constraint_means_the_same(fields: dict[str, Any], expected: StructuredOutputs | None) -> None:
     data = json.dumps({"prompt": "a"} | fields).encode()
     assert parse_body(data, CompletionBody, 1000).sampling({}, 8).structured_outputs == expected
-
-
-async def test_the_verifier_gets_what_the_client_asked_for(url: str) -> None:
-    script = Script(TOKENS)
-    format_: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    async with served(url, script) as client:
-        await client.chat.completions.create(**CHAT, response_format=format_)
-        await client.completions.create(**ALL, extra_body={"structured_outputs": {"choice": ["a", "b"]}})
-    assert [call.request.sampling.structured_outputs for call in script.calls] == [
-        StructuredOutputs(json=json.dumps(SCHEMA)),
-        StructuredOutputs(choice=("a", "b")),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -114,12 +114,6 @@ def joined(events: Sequence[dict[str, Any]], index: int = 0) -> dict[str, Any]:
     }
 
 
-async def test_a_client_that_keeps_up_gets_an_event_for_each_step() -> None:
-    client = await sent(ChatBody(**CHAT))
-    assert len(client.events) == len(TOKENS)
-    assert joined(client.events)["text"] == TOKENIZER.decode(TOKENS)
-
-
 @pytest.mark.parametrize("asked", [{}, SHOWN], ids=["text", "all"])
 async def test_steps_while_the_client_is_busy_are_one_event(asked: dict[str, Any]) -> None:
     body = ChatBody(**CHAT, **asked, **USAGE)
