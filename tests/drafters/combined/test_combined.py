@@ -142,7 +142,8 @@ class Network(Forgetful):
 
 def test_lookups_draft_alone_and_the_network_catches_up() -> None:
     sides = [kind(PromptLookupDrafter(TreeConfig(num_steps=5), PromptLookupConfig())) for kind in (Network, Forgetful)]
-    combined, tokens = CombinedDrafter(*sides, TreeConfig(num_steps=5), CombinedConfig()), [1, 2, 3] * 4
+    combined = CombinedDrafter(*sides, TreeConfig(num_steps=5), CombinedConfig())
+    tokens = [1, 2, 3] * 4
     assert combined.has_lookups
     combined.propose([commit("a", tokens[:5])])
     (alone,) = combined.propose([commit("a", tokens[:7], base=5)._replace(lookups_alone=True)])
