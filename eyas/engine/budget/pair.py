@@ -34,7 +34,7 @@ class PairDraftBudget:
     ) -> dict[str, TreeBudget]:
         self._both.bar = self._lookups.gain
         sizes = self._both.choose(decoding, most, num_plain, step)
-        self.lookups_alone = self._both.num_nodes == 1
+        self.lookups_alone = self._both.num_nodes == 1 and not self._both.is_on
         if self.lookups_alone:
             sizes = self._lookups.choose(decoding, most, num_plain, step)
         self._active = self._lookups if self.lookups_alone else self._both

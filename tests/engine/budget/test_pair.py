@@ -99,6 +99,16 @@ def test_a_head_has_to_beat_its_lookups_where_these_pay() -> None:
     assert pair.alone > 350
 
 
+def test_prompts_go_to_both_while_both_draft() -> None:
+    pair = Pair(right=0.9)
+    budget = pair.pair()
+    assert not budget.takes_prompts
+    pair.sizes(budget, 50)
+    assert budget.choose([], 8) == {}  # a step of prompts
+    assert budget.takes_prompts
+    assert not budget.lookups_alone
+
+
 class Alternating(FixedDraftBudget):
     """Asks the lookups alone in four of seven steps."""
 
