@@ -199,6 +199,7 @@ class OutputBuilder:
     error: EyasError | None = None
     unread: list[TextChunk] = field(default_factory=list)
     _completions: dict[int, CompletionOutput] = field(default_factory=dict)  # since the last output that was a delta
+    _texts: dict[int, list[str]] = field(default_factory=dict)  # what follows their texts: joined once, in linear time
     _prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     _num_cached: int = 0
 
@@ -208,7 +209,7 @@ class OutputBuilder:
         completion = self._completions.setdefault(chunk.index, CompletionOutput(chunk.index))
         self.unread.append(received)
         completion.token_ids += chunk.token_ids
-        completion.text += received.text
+        self._texts.setdefault(chunk.index, []).append(received.text)
         completion.stats.add(chunk)
         if received.seed is not None:
             completion.seed = received.seed
@@ -232,6 +233,9 @@ class OutputBuilder:
         """Return the whole output so far, or that of some of the completions."""
         self.unread = []
         asked = sorted(self._completions) if indices is None else indices
+        for index, texts in self._texts.items():
+            self._completions[index].text += "".join(texts)
+        self._texts.clear()
         return RequestOutput(
             self.request_id,
             self.prompt,

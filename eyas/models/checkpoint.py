@@ -184,9 +184,9 @@ class Checkpoint:
         """Read all tensors of a head, under the names that `rename` gives them; others than `check_tensors` takes are an
         error.
         """
+        read = self.tensors().items()
         # an unknown tensor keeps its name, for the error
-        names = {name: own if (own := rename(name)) in expected else name for name in self.files}
-        tensors = {names[name]: tensor for name, tensor in self.tensors().items()}
+        tensors = {own if (own := rename(name)) in expected else name: tensor for name, tensor in read}
         check_tensors(tensors, expected, optional, self.folder)
         return tensors
 

@@ -171,7 +171,7 @@ class PackedInputs:
     metadata: AttentionMetadata | None = None
     segments: Sequence[Segment] = ()
     own_groups: tuple[PaddedGroup, ...] = ()
-    prompts: tuple[PaddedGroup, ...] = ()
+    prompts: tuple[LongPrompt, ...] = ()
     before_prompts: PackedInputs | None = None
     _biases: dict[tuple[int, int | None, torch.dtype, int], Tensor] = field(default_factory=dict)
     _recurrent: RecurrentRows | None = None
@@ -323,6 +323,26 @@ class PaddedGroup:
             keys[b, : len(column)] = column
             keys[b, len(column) :] = column[0]  # a key of the same sequence: a masked NaN still spreads
         return upload(keys, self._device)
+
+
+class LongPrompt(PaddedGroup):
+    """A prompt whose keys and values are copied for a library.
+
+    Copies have few sizes: the allocator keeps the memory of each, and every chunk of a prompt has more keys than the last.
+
+    Attributes:
+        num_keys: without padding.
+
+    Args:
+        start: packed row at which it begins.
+    """
+
+    def __init__(self, segment: Segment, start: int, device: torch.device) -> None:
+        super().__init__([segment], np.array([start]), False, device)
+        self.num_keys = self._num_keys
+        # a multiple of an eighth of the next power of two: four sizes from 1,025 to 2,048 keys
+        step = max(1, (1 << (self.num_keys - 1).bit_length()) // 8)
+        self._num_keys = -(-self.num_keys // step) * step
 
 
 @dataclass(frozen=True)

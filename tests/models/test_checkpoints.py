@@ -168,3 +168,14 @@ def test_a_head_of_no_known_kind_is_called_no_language_model(tmp_path: Path) -> 
     save_file(wrapped(load_file(tmp_path / "model.safetensors"), "own."), tmp_path / "model.safetensors")
     change(tmp_path, architectures=["LlamaForCausalLM"])
     assert DraftHead(str(tmp_path)).detected is None
+
+
+def test_a_tensor_that_the_index_leaves_out_is_named(tiny_target: str, tmp_path: Path) -> None:
+    write_head(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": dict.fromkeys(tensors, "part.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(tensors | {"extra": torch.zeros(2)}, tmp_path / "part.safetensors")
+    with pytest.raises(CheckpointError, match="unexpected extra"):
+        load_head(str(tmp_path), tiny_target)

@@ -90,6 +90,7 @@ commits = st.builds(
     st.booleans(),
     st.binary(max_size=8),
     st.lists(biases, max_size=3).map(tuple),
+    lookups_alone=st.just(False),  # stays in its process
 )
 scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(SampledProposal, st.dictionaries(counts, st.builds(DraftProbs, ids, scores), max_size=3), st.booleans())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence as Seq
+from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,7 @@ class AdaptiveDraftBudget:
 
     Attributes:
         bar: what steps without these trees yield, over plain decoding: above 1 if others draft in them.
+        behind: requests without a tree in the next step, as their drafter first gets the tokens that it lacks.
     """
 
     lookups_alone = False
@@ -83,6 +85,7 @@ class AdaptiveDraftBudget:
         self.num_nodes = 1
         self.is_on = False
         self.bar = 1.0
+        self.behind: Set[str] = frozenset()
         self._name = name
         self._tree, self._verify, self._draft, self._is_apart = tree, verify, draft, is_apart
         self._survival, self._recent, self._choice = SurvivalModel(), RecentTrees(), Choice()
@@ -106,7 +109,7 @@ class AdaptiveDraftBudget:
     @property
     def gain(self) -> float:
         """Return the tokens per second over those of plain decoding, as expected; 1 while there are no trees."""
-        return self._choice.gain if self.is_on else 1.0
+        return max(self._choice.gain, 1.0) if self.is_on else 1.0
 
     def choose(
         self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
@@ -238,7 +241,7 @@ class AdaptiveDraftBudget:
         for scheduled, start, end in zip(batch, [0, *ends[:-1]], ends, strict=True):
             tree, request = scheduled.tree, scheduled.sequence.request
             size = self._sizes.get(request.id, NO_TREE)
-            if tree is None or start == end or not size.max_depth:
+            if tree is None or start == end or not size.max_depth or request.id in self.behind:
                 continue
             trees.append(tree)
             paths.append(nodes[start:end])
@@ -271,7 +274,8 @@ class AdaptiveDraftBudget:
             self._balance = min(self._balance, (self.PROVEN - 1) * most)
             if self._balance <= -most:
                 self._stop(count, 0.0 if self._is_proven else most)
-        elif not self._is_apart or self._is_usual:  # else it had to catch up: the next step shows what others take
+        # a drafter that had to catch up shows in the next step what others take
+        elif self._is_usual or not (self._is_apart or self.behind):
             self._has_tried = True
             if self._balance <= 0:
                 self._wait(-self._balance)

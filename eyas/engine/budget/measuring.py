@@ -157,7 +157,7 @@ def measure_drafting(
 
     def context(session: int, epoch: int, start: int, num_tokens: int) -> DraftContext:
         slots = np.arange(num_tokens if start else num_tokens - 1) % runner.kv_cache.scratch
-        features = runner.features(slots) if drafter.needs.features else None
+        features = runner.features(slots) if drafter.needs.features and not lookups_alone else None
         own = tuple(tokens[session : session + num_tokens].tolist())
         commit = Commit(f"warm-up {session}", epoch, start, own, features, GREEDY, budget)
         return commit._replace(lookups_alone=lookups_alone)

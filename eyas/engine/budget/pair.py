@@ -15,7 +15,8 @@ from eyas.sampling.acceptance import StepOutputs
 class PairDraftBudget:
     """Trees of both drafters while these pay, else trees of the lookups alone while those do.
 
-    Trees of both have to yield more than the lookups did when these drafted alone last.
+    Trees of both have to yield more than the lookups did when these drafted alone last. The network lacks the tokens of
+    sequences for which lookups drafted alone. It gets them in a first step with both, in which these have no trees.
     """
 
     num_nodes = 1
@@ -24,6 +25,7 @@ class PairDraftBudget:
     def __init__(self, both: AdaptiveDraftBudget, lookups: AdaptiveDraftBudget) -> None:
         self._both, self._lookups = both, lookups
         self._active = both
+        self._behind: set[str] = set()  # requests of which the network lacks tokens
 
     @property
     def takes_prompts(self) -> bool:
@@ -34,9 +36,17 @@ class PairDraftBudget:
     ) -> dict[str, TreeBudget]:
         self._both.bar = self._lookups.gain
         sizes = self._both.choose(decoding, most, num_plain, step)
+        # a step with prompts may leave trees of both out, and the network would then lack the tokens of all sequences
         self.lookups_alone = self._both.num_nodes == 1 and not self._both.is_on
         if self.lookups_alone:
             sizes = self._lookups.choose(decoding, most, num_plain, step)
+        drafting = [name for name, size in sizes.items() if size.max_depth]
+        self._behind.intersection_update(decoding)
+        if self.lookups_alone:
+            self._behind.update(drafting)
+        else:
+            self._both.behind = self._behind.intersection(drafting)
+            self._behind.difference_update(drafting)
         self._active = self._lookups if self.lookups_alone else self._both
         self.num_nodes = self._active.num_nodes
         return sizes

@@ -45,9 +45,9 @@ from eyas.kernels.arguments import LONG_PART
 from eyas.kernels.choice import tree_kernels
 from eyas.models.inputs import (
     AttentionMetadata,
+    LongPrompt,
     MetadataShape,
     PackedInputs,
-    PaddedGroup,
     Segment,
     SegmentRows,
     Segments,
@@ -263,7 +263,7 @@ def with_prompts(packed: PackedInputs, segments: Segments, tiling: Tiling) -> Pa
         return packed
     counts = segments.rows.counts.tolist()
     starts = np.cumsum([0, *counts])
-    prompts = [PaddedGroup([segments[n]], starts[n : n + 1], False, packed.tokens.device) for n in range(first, len(counts))]
+    prompts = [LongPrompt(segments[n], int(starts[n]), packed.tokens.device) for n in range(first, len(counts))]
     before = None
     if first:
         # tiles are in the order of the rows

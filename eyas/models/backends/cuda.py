@@ -47,6 +47,8 @@ CHECKED_PROMPT = 70  # tokens; more than a block of keys
 # Rows of a prompt from which on torch attends for it, in 16 bits. At 512 rows it takes a quarter of the kernel's time on an
 # H200; with fewer rows the copies of keys and values are not measured.
 LIBRARY_ROWS = 256
+# The first GPUs with the one attention of torch that shares keys among heads and keeps no table of all scores.
+FLASH_CAPABILITY = (8, 0)
 
 log = logging.getLogger(__name__)
 
@@ -182,7 +184,8 @@ def tiling_on(device: torch.device, dtype: torch.dtype, heads_per_kv: int, num_k
     if device.type != "cuda":
         return Tiling(heads_per_kv, num_kv, 1, rows)
     found = torch.cuda.get_device_properties(device)
-    library_rows = 0 if dtype == torch.float32 else LIBRARY_ROWS
+    has_flash = dtype != torch.float32 and (found.major, found.minor) >= FLASH_CAPABILITY
+    library_rows = LIBRARY_ROWS if has_flash else 0
     return Tiling(heads_per_kv, num_kv, found.multi_processor_count, rows, library_rows)
 
 

@@ -201,7 +201,8 @@ def _attend_by_library(query: Tensor, keys: Tensor, values: Tensor, packed: Pack
     for group in packed.prompts:
         end = start + group.shape[1]
         q = query[start:end].transpose(0, 1)[None]  # [1, H, R, D]
-        k, v = (rows[None].transpose(1, 2) for rows in _gather_both(keys, values, group, query.dtype))  # [1, J, K, D]
+        gathered = _gather_both(keys, values, group, query.dtype)
+        k, v = (rows[None, : group.num_keys].transpose(1, 2) for rows in gathered)  # [1, J, K, D]
         causal = causal_lower_right(end - start, k.shape[2])  # the last row sees all keys
         attended = F.scaled_dot_product_attention(q, k, v, causal, scale=scaling, enable_gqa=True)
         out[start:end] = attended[0].transpose(0, 1)

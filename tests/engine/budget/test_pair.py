@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -14,6 +14,7 @@ from eyas.engine.budget.pair import PairDraftBudget
 from eyas.engine.build import assemble_engine
 from eyas.engine.sequence import ScheduledSequence
 from eyas.protocol.commit import TreeBudget
+from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import StepOutputs
 from tests.engine.budget.simulation import Simulation
 from tests.engine.budget.test_adaptive_engine import REQUESTS, TREE, expected, outputs_of, run, shared_target
@@ -23,13 +24,16 @@ __all__ = ["expected"]
 
 @dataclass
 class Pair(Simulation):
-    """Steps of a pair. `draft` and `right` are of trees of both; those of the lookups alone take no time to draft.
+    """Steps of a pair. `draft` and `right` are of trees of both; those of the lookups alone take no time to draft. A request
+    behind which these have drafted alone has no tree in the next step with trees of both.
 
     right_alone: how likely a node of lookups alone is accepted. alone: steps in which they drafted alone.
     """
 
     right_alone: float = 0.0
     alone: int = 0
+    lacking: set[str] = field(default_factory=set)
+    catching_up: set[str] = field(default_factory=set)
 
     def pair(self) -> PairDraftBudget:
         return PairDraftBudget(self.budget(), self.lookups.budget())
@@ -42,13 +46,20 @@ class Pair(Simulation):
     def take_step(
         self, budget: DraftBudget, sizes: dict[str, TreeBudget], rng: random.Random
     ) -> tuple[list[ScheduledSequence], StepOutputs]:
+        drafting = {name for name, size in sizes.items() if size.max_depth}
         if not budget.lookups_alone:
+            self.catching_up = drafting & self.lacking
+            self.lacking -= drafting
             return super().take_step(budget, sizes, rng)
+        self.lacking |= drafting
         self.alone += budget.num_nodes > 1
         lookups = self.lookups
         found = lookups.take_step(budget, sizes, rng)
         self.tokens += lookups.tokens
         return found
+
+    def _tree(self, number: int, size: TreeBudget) -> DraftTree:
+        return DraftTree.root_only(0) if f"{number}" in self.catching_up else super()._tree(number, size)
 
     def wait_s(self, sizes: dict[str, TreeBudget]) -> float:
         return 0.0 if self._budget.lookups_alone else super().wait_s(sizes)
@@ -99,12 +110,23 @@ def test_a_head_has_to_beat_its_lookups_where_these_pay() -> None:
     assert pair.alone > 350
 
 
-def test_prompts_go_to_both_while_both_draft() -> None:
-    pair = Pair(right=0.9)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_head_that_pays_later_takes_over_from_lookups(batch: int) -> None:
+    pair = Pair(row=0.02, draft=1.5, right=0.3, batch=batch, right_alone=0.5)
     budget = pair.pair()
-    assert not budget.takes_prompts
-    pair.sizes(budget, 50)
-    assert budget.choose([], 8) == {}  # a step of prompts
+    pair.seconds_per_token(budget, 400)
+    assert budget.lookups_alone
+    pair.draft, pair.right = 0.2, 0.9
+    pair.seconds_per_token(budget, 1200)
+    assert not budget.lookups_alone
+    assert pair.seconds_per_token(budget, 100) < 1.06 * min(pair.expected_seconds_per_token(nodes) for nodes in range(2, 9))
+
+
+def test_prompts_go_to_both_while_trees_of_both_pay() -> None:
+    pair = Pair(row=0.02, draft=0.2, right=0.8)
+    budget = pair.pair()
+    pair.seconds_per_token(budget, 100)
+    budget.choose([], 8, 0, NextStep(1, 100))
     assert budget.takes_prompts
     assert not budget.lookups_alone
 

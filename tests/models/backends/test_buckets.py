@@ -3,6 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from eyas.models.backends.attention_metadata import (
     with_prompts,
     words_of_all,
 )
+from eyas.models.backends.cuda import tiling_on
 from eyas.models.backends.cuda_graphs import MAX_UNUSED_LOGITS, choose_bucket, row_buckets
 from eyas.models.inputs import Segment, Segments, pack
 from eyas.protocol.tree import DraftTree
@@ -124,6 +126,33 @@ def test_a_library_attends_for_long_prompts_at_the_end() -> None:
         assert prompts(segments) == (0, [])
     for other in (replace(tiling, library_rows=0), replace(tiling, fixed_part=1024)):
         assert prompts(long, other) == (0, [])
+
+
+def test_copies_for_a_library_have_few_sizes() -> None:
+    """Each chunk of a prompt has more keys. With a size for each, the allocator would keep memory for all of them."""
+    tiling = Tiling(4, 8, 132, library_rows=30)
+    lengths, sizes = range(40, 4000, 40), set[int]()
+    for length in lengths:
+        segments = Segments.of(make_pass([(False, 40, length - 40)]))
+        packed = pack_with_metadata(segments, tight_shape(segments, tiling), 9, torch.device("cpu"))
+        (prompt,) = with_prompts(packed, segments, tiling).prompts
+        padded = prompt.keys.shape[1]
+        assert prompt.num_keys == length <= padded <= 1.25 * length
+        sizes.add(padded)
+    assert len(sizes) < 30
+
+
+@pytest.mark.parametrize(("capability", "dtype", "is_served"), [
+    ((7, 5), torch.float16, False), ((8, 0), torch.bfloat16, True), ((9, 0), torch.float32, False),
+])  # fmt: skip
+def test_a_library_serves_gpus_with_flash_attention(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], dtype: torch.dtype, is_served: bool
+) -> None:
+    """On others torch would make a table of all scores."""
+    major, minor = capability
+    found = SimpleNamespace(major=major, minor=minor, multi_processor_count=40)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    assert (tiling_on(torch.device("cuda"), dtype, 4, 8).library_rows > 0) == is_served
 
 
 def test_more_tiles_than_a_pass_has_are_no_words() -> None:
