@@ -23,8 +23,15 @@ _MENDED_NAMES = {"True": "true", "False": "false", "None": "null"}
 _KINDS = {"true": "boolean", "false": "boolean", "null": "null", "{": "object", "[": "array"}
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _KEY = re.compile(r"""[^\s=,()\[\]{}"'\\]+""")
-_STRING = re.compile(r"""(?s)([rRuU]?)(?:"([^"\\]*+(?:\\.[^"\\]*+)*+)"|'([^'\\]*+(?:\\.[^'\\]*+)*+)')\s*""")
-_END = re.compile(rf"{_STRING.pattern}|[,()\[\]{{}}]")
+_STRING = re.compile(r"""([rRuU]?)(?:"([^"\\]*+(?:\\.[^"\\]*+)*+)"|'([^'\\]*+(?:\\.[^'\\]*+)*+)')\s*+""", re.DOTALL)
+_END = re.compile(rf"{_STRING.pattern}|[,()\[\]{{}}\"']", re.DOTALL)
+_NUMBER = (
+    r"0[xX][0-9a-fA-F_]++|0[oO][0-7_]++|0[bB][01_]++"
+    r"|(?:[0-9][0-9_]*+(?:\.[0-9_]*+)?+|\.[0-9][0-9_]*+)(?:[eE][+-]?+[0-9_]++)?+"
+)
+_WORD = rf"(?:True|False|None|true|false|null|[+-]?+\s*+(?:{_NUMBER}))(?!\s*+[\w.+-])"
+# What literals are made of. Other expressions never reach the parser of Python: they take more time and memory, and warn.
+_PARTS = re.compile(rf"(?:[\s,:()\[\]{{}}]++|{_STRING.pattern}|{_WORD})*+", re.DOTALL)
 _ESCAPE = re.compile(
     r"(?s)\\(?:([0-7]{1,3})|x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U(000[0-9a-fA-F]{5}|0010[0-9a-fA-F]{4})|(.))"
 )
@@ -183,19 +190,21 @@ def python_json(text: str) -> str | None:
 
     Names, numbers and strings may also be JSON's. Tuples and sets become lists.
     """
-    return _python_json(text) if _num_pieces(text) <= MAX_PIECES else None
+    return _python_json(text) if _PARTS.fullmatch(text) and _num_pieces(text) <= MAX_PIECES else None
 
 
 def _python_json(text: str) -> str | None:
     try:
-        (value,) = _value(ast.parse(f"[{_STRING.sub(_plain_string, text)}]", mode="eval").body)
-        return _dumped(value)
+        match ast.parse(f"[{_STRING.sub(_plain_string, text)}, None]", mode="eval").body:
+            case ast.List(elts=[value, _]):
+                return _dumped(_value(value))
+        return None
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
 
 
 def _num_pieces(text: str) -> int:
-    """Return a number that bounds the brackets, values and commas of a literal."""
+    """Return a number that bounds the brackets, values and commas of a literal, which consists of _PARTS."""
     rest, num_strings = _STRING.subn("", text)
     return num_strings + text.count("\\") // _ESCAPES_OF_PIECE + sum(map(rest.count, "([{,:"))
 
@@ -227,9 +236,11 @@ def _keywords(text: str) -> tuple[list[str], str]:
     values, at, num_left = dict[str, str](), 1, MAX_PIECES
     for end in _value_ends(text):
         key, equals, value = text[at:end].partition("=")
+        if not equals or not is_python_key(key.strip()) or key.strip() in values or not _PARTS.fullmatch(value):
+            break
         num_left -= _num_pieces(value) + 2
         written = (_python_json(value) if num_left >= 0 else None) or _long_json(value)
-        if not equals or not is_python_key(key.strip()) or key.strip() in values or written is None:
+        if written is None:
             break
         values[key.strip()] = written
         at = end + (text[end] == ",")
@@ -241,6 +252,8 @@ def _value_ends(text: str) -> Iterator[int]:
     depth, num_values = 0, 0
     for found in _END.finditer(text):
         mark = found[0]
+        if mark in ("'", '"'):
+            return  # a string without an end, which would be sought again from each quote in it
         depth += (mark in _CLOSERS) - (mark in _CLOSERS.values())
         if (mark == "," and depth == 1) or (mark == ")" and depth == 0):
             num_values += 1

@@ -59,6 +59,7 @@ class RouterFeed:
     def close(self) -> None:
         """Drop the chunks, and take no more."""
         self.calls.clear()
+        self.pending.clear()  # running calls keep the feed
         self._count(-self.num_bytes)
 
     def _count(self, num_bytes: int) -> None:

@@ -173,6 +173,7 @@ def test_a_value_out_of_range_is_refused_without_a_file_too() -> None:
     [
         (VERIFIER, "engine.max_num_seqs=0", r"^--set engine\.max_num_seqs: engine\.max_num_seqs is 0"),
         (VERIFIER, "engine.max_num_seqs=many", r"^--set engine\.max_num_seqs: engine\.max_num_seqs: Input should be"),
+        (VERIFIER, "telemetry.log_format=xml", r"^--set .*: telemetry\.log_format: Input should be 'text' or 'json'"),
         (
             VERIFIER,
             "engine.max_num_seq=4",

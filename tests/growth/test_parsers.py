@@ -99,6 +99,8 @@ VALUES = {
     "strings in a row": repeated("''"),
     "backslashes": repeated("\\", "'", "'"),
     "an open string": repeated("\\", "'a"),
+    "quotes in an open string": repeated('\\"'),
+    "sums": repeated("1+", after="1"),
     "one number": repeated("9"),
 }
 KEYWORDS = {
@@ -106,6 +108,7 @@ KEYWORDS = {
     "short values": lambda n: "(" + ",".join(f"a{i}=['x']" for i in range(n // 12)) + ")",
     "long values": lambda n: "(" + ",".join(f"a{i}=[{'None,' * 100}]" for i in range(n // 500)) + ")",
     "an open string": repeated("x", "(a='"),
+    "quotes in an open string": repeated("\\'", "(a='"),
 }
 
 

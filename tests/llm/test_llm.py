@@ -72,6 +72,12 @@ def test_a_result_reports_cached_prompt_tokens(eagle3_llm: LLM) -> None:
     assert texts(eagle3_llm.generate([turn], GREEDY)) == texts([second])
 
 
+def test_the_seed_of_a_result_repeats_it(plain_llm: LLM) -> None:
+    first = plain_llm.generate(PROMPTS[0], SamplingParams(max_tokens=8))[0]
+    again = plain_llm.generate(PROMPTS[0], SamplingParams(max_tokens=8, seed=first.outputs[0].seed))
+    assert texts(again) == texts([first])
+
+
 @pytest.mark.parametrize(
     ("prompts", "sampling", "reason"),
     [

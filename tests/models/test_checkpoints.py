@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -128,6 +129,15 @@ def test_weights_that_are_no_numbers_are_named(name: str, tmp_path: Path) -> Non
     edit_tensors(folder, **{f"model.{name}.weight": weight * math.nan})
     with pytest.raises(CheckpointError, match=rf": model\.{name}\.weight hold NaN or infinity"):
         load_target(str(folder))
+
+
+def test_an_index_names_files_of_its_own_folder(tiny_target: str, tmp_path: Path) -> None:
+    folder = write_head(tmp_path / "head")
+    shutil.copy(folder / "model.safetensors", tmp_path)
+    index = {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "../model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"index\.json: weight_map names the file '\.\./model"):
+        load_head(str(folder), tiny_target)
 
 
 def wrapped(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -588,6 +588,13 @@ def test_every_literal_of_python_is_read(value: object) -> None:
     assert json.loads(found) == value
 
 
+@pytest.mark.parametrize(
+    "text", ["", "1,", "1] #", "1 # one", "1], [2", "1][0", "-True", "1+1", "f'{1}'", "b'a'", "1if 1else 2"]
+)
+def test_what_is_no_literal_of_python_is_not_read(text: str) -> None:
+    assert python_json(text) is None
+
+
 def test_long_values_in_pythons_form_are_read() -> None:
     program = "\n".join(f"print('line {i}', \"\\t\")" for i in range(2000))
     values = {"program": program, "numbers": list(range(900)), "lines": {f"k{i}": None for i in range(400)}}

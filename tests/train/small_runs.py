@@ -12,6 +12,7 @@ import torch
 from eyas.config.loader import validated
 from eyas.train.config import HEAD_SETTINGS, LOSS_SETTINGS, TrainConfig
 from eyas.train.data import Prepared, prepare
+from eyas.train.trainer import Trainer
 from tests.support.tiny import write_spelling_tokenizer, write_target
 
 MASK = 2
@@ -68,6 +69,13 @@ def settings(folder: Path, target: str, method: str = "dspark", **changes: Any) 
         else:
             data[part] = value
     return validated(TrainConfig, data, "test")
+
+
+def loss(trainer: Trainer) -> float:
+    """The loss of all windows with the same anchors."""
+    batch = trainer.windows.batch(range(len(trainer.windows)))
+    with torch.no_grad():
+        return float(trainer.trainee(batch, trainer.source.states(batch), 0, "kl")["loss"])
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from eyas.errors import ConfigError
 from eyas.train.evaluate import Evaluation
 from eyas.train.features import NoStates, OnlineTarget
 from eyas.train.methods import TRAINEES, build_trainer
-from eyas.train.trainer import Trainer
 from tests.support.tiers import tiered
-from tests.train.small_runs import settings
+from tests.train.small_runs import loss, settings
 
 TRACKIO = """
 logged = []
@@ -29,13 +28,6 @@ finish = lambda: None
 def init(project, **_): return __import__(__name__)
 def log(values, step=None, **_): logged.append((step, values))
 """
-
-
-def loss(trainer: Trainer) -> float:
-    """The loss of all windows with the same anchors."""
-    batch = trainer.windows.batch(range(len(trainer.windows)))
-    with torch.no_grad():
-        return float(trainer.trainee(batch, trainer.source.states(batch), 0, "kl")["loss"])
 
 
 DAILY = ("dspark", "peagle", "eagle3", "medusa", "draft_model")  # a class of trainees each

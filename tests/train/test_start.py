@@ -15,7 +15,7 @@ from tests.support.families import config_of, write_model
 from tests.support.family_configs import SERVED
 from tests.support.tiers import tiered
 from tests.support.tiny import write_spelling_tokenizer
-from tests.train.small_runs import prepared, settings, tiny_target
+from tests.train.small_runs import loss, prepared, settings, tiny_target
 
 
 @pytest.fixture(scope="module")
@@ -55,15 +55,15 @@ def test_other_methods_keep_random_weights(method: str, folder: Path, tmp_path: 
         ("eagle3", "medusa", "dspark", "peagle", "draft_model"),
     ),
 )
-def test_a_written_head_is_the_one_that_was_started(method: str, folder: Path, tmp_path: Path) -> None:
+def test_a_written_head_starts_another_run_where_it_was(method: str, folder: Path, tmp_path: Path) -> None:
     """The scales of its inputs are part of the weights that are written."""
     target = str(folder / "target")
-    still = {"optimizer__learning_rate": 1e-9}
-    trainer = build_trainer(settings(folder, target, method, out=str(tmp_path / "a"), **still))
+    trainer = build_trainer(settings(folder, target, method, out=str(tmp_path / "a")))
+    trainer.step()
     trainer.write_head("last")
     written = {"head": {}, "draft_model": str(tmp_path / "a" / "last")}
-    again = build_trainer(settings(folder, target, method, out=str(tmp_path / "b"), **still, **written))
-    assert float(again.step()["loss"]) == pytest.approx(float(trainer.step()["loss"]), rel=1e-4)
+    again = build_trainer(settings(folder, target, method, out=str(tmp_path / "b"), **written))
+    assert loss(again) == pytest.approx(loss(trainer), abs=1e-5)
 
 
 def test_later_layers_add_nothing_at_the_start(folder: Path, tmp_path: Path) -> None:

@@ -77,11 +77,6 @@ class ApiServer:
         """Remove a slice."""
         self._record("DELETED", self.slices.pop(name))
 
-    def delete_silently(self, name: str) -> None:
-        """Remove a slice without an event."""
-        del self.slices[name]
-        self.version += 1
-
     def bookmark(self) -> None:
         """Send every watch a bookmark."""
         self._record("BOOKMARK", KIND | {"metadata": {}})

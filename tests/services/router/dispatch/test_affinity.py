@@ -3,11 +3,13 @@
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.scripts.sharding import Settings, Simulation, moves, moves_table, outcome_table
 from eyas.config import RoutingConfig
+from eyas.errors import ConfigError
 from eyas.rpc.messages import Lease, Load, ModelInfo
 from eyas.services.discovery.redis_registry import Placement
 from eyas.services.router.dispatch.dispatcher import SessionMap
@@ -148,3 +150,16 @@ async def test_sessions_without_redis_are_kept_oldest_evicted_first() -> None:
     for name in ("a", "b", "c"):
         await sessions.place(name, Placement(name))
     assert [await sessions.placement(name) for name in "abc"] == [None, Placement("b"), Placement("c")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prefix_weight": -1.0}, "prefix_weight is -1.0; it must be at least 0"),
+        ({"load_factor": 0.5}, "load_factor is 0.5; it must be at least 1"),
+        ({"min_bound": 0}, "min_bound is 0; it must be above 0"),
+    ],
+)
+def test_a_wrong_weight_is_reported(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RoutingConfig(**changes)  # type: ignore[arg-type]

@@ -172,6 +172,7 @@ def test_a_feed_holds_what_other_readers_leave_free() -> None:
     assert unread.num_bytes == 200
     assert feed.add(1, chunk, 100)
     feed.close()
+    assert not feed.take()
     assert unread.num_bytes == 200
 
 
