@@ -8,7 +8,8 @@ from eyas.api.request import Chunk
 
 def test_a_long_output_takes_linear_time() -> None:
     """Text that grew chunk by chunk took 17 s of 131,072 chunks."""
-    builder, chunk = OutputBuilder("a", None, ()), TextChunk(Chunk("a"), "abcd")
+    builder = OutputBuilder("a", None, ())
+    chunk = TextChunk(Chunk("a"), "abcd")
     began = time.process_time()
     for _ in range(1 << 17):
         builder.add(chunk)

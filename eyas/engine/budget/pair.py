@@ -25,7 +25,7 @@ class PairDraftBudget:
     def __init__(self, both: AdaptiveDraftBudget, lookups: AdaptiveDraftBudget) -> None:
         self._both, self._lookups = both, lookups
         self._active = both
-        self._behind: set[str] = set()  # requests of which the network lacks tokens
+        self._behind: set[str] = set()  # requests whose tokens the network lacks
 
     @property
     def takes_prompts(self) -> bool:

@@ -116,7 +116,8 @@ def test_a_head_that_pays_later_takes_over_from_lookups(batch: int) -> None:
     budget = pair.pair()
     pair.seconds_per_token(budget, 400)
     assert budget.lookups_alone
-    pair.draft, pair.right = 0.2, 0.9
+    pair.draft = 0.2
+    pair.right = 0.9
     pair.seconds_per_token(budget, 1200)
     assert not budget.lookups_alone
     assert pair.seconds_per_token(budget, 100) < 1.06 * min(pair.expected_seconds_per_token(nodes) for nodes in range(2, 9))

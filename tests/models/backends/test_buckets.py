@@ -131,7 +131,8 @@ def test_a_library_attends_for_long_prompts_at_the_end() -> None:
 def test_copies_for_a_library_have_few_sizes() -> None:
     """Each chunk of a prompt has more keys. With a size for each, the allocator would keep memory for all of them."""
     tiling = Tiling(4, 8, 132, library_rows=30)
-    lengths, sizes = range(40, 4000, 40), set[int]()
+    lengths = range(40, 4000, 40)
+    sizes = set[int]()
     for length in lengths:
         segments = Segments.of(make_pass([(False, 40, length - 40)]))
         packed = pack_with_metadata(segments, tight_shape(segments, tiling), 9, torch.device("cpu"))
