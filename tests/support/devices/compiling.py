@@ -202,11 +202,11 @@ def sink_calls(sm: int) -> None:
 
 
 def prefill_calls(sm: int) -> None:
-    """The attention of long prompts, over whole keys, and once over parts of them."""
+    """The attention of long prompts that torch does not serve, over whole keys, and once over parts of them."""
     from eyas.kernels.cuda import attention as kernel
     from eyas.models.backends.attention_metadata import Tiling, max_words, tight_shape, view
 
-    wanted = [(128, 4, False, None), (128, 1, False, None), (128, 4, True, None), (64, 4, True, None)]
+    wanted = [(128, 4, False, None), (128, 1, False, None)]
     if sm == ALL_LAYOUTS:
         wanted += [(width, group, False, None) for width in (64, 96, 128) for group in (1, 4, 8, 16)]
         wanted += [(128, 8, True, None), (128, 4, False, 4096)]
