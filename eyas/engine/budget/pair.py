@@ -24,8 +24,11 @@ class PairDraftBudget:
 
     def __init__(self, both: AdaptiveDraftBudget, lookups: AdaptiveDraftBudget) -> None:
         self._both, self._lookups = both, lookups
-        self._active = both
         self._behind: set[str] = set()  # requests whose tokens the network lacks
+
+    @property
+    def _active(self) -> AdaptiveDraftBudget:
+        return self._lookups if self.lookups_alone else self._both
 
     @property
     def takes_prompts(self) -> bool:
@@ -47,7 +50,6 @@ class PairDraftBudget:
         else:
             self._both.behind = self._behind.intersection(drafting)
             self._behind.difference_update(drafting)
-        self._active = self._lookups if self.lookups_alone else self._both
         self.num_nodes = self._active.num_nodes
         return sizes
 
