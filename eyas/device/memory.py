@@ -60,7 +60,8 @@ def to_huge_pages(tensors: Iterable[Tensor], collapse: bool = True) -> None:
     wanted = set(chain.from_iterable(range(at // HUGE_PAGE, -(-(at + size) // HUGE_PAGE)) for at, size in spans if size))
     madvise = ctypes.CDLL(None).madvise
     # Advice on what is first touched skips memory around a tensor that is none; to collapse, a page must lie in one mapping.
-    for pages in (wanted.intersection(mapping) for mapping in _anonymous_mappings()) if collapse else (wanted,):
+    parts = [wanted.intersection(mapping) for mapping in _anonymous_mappings()] if collapse else [wanted]
+    for pages in parts:
         for first, end in _runs(sorted(pages)):
             memory = ctypes.c_void_p(first * HUGE_PAGE), ctypes.c_size_t((end - first) * HUGE_PAGE)
             if not collapse or madvise(*memory, MADV_COLLAPSE) != 0:
