@@ -342,7 +342,7 @@ class LongPrompt(PaddedGroup):
 
 
 def copied_keys(num_keys: int) -> int:
-    """Return the keys of a copy with room for so many: a multiple of an eighth of the next power of two.
+    """Return the keys of a copy with room for `num_keys`: a multiple of an eighth of the next power of two.
 
     Copies have few sizes, four from 1,025 to 2,048 keys: the allocator keeps the memory of each, and every chunk of a prompt
     has more keys than the last.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
 
 from eyas.cache.kv_cache import KVCache, load_rows
 from eyas.device.transfer import on_device_of
@@ -193,6 +192,8 @@ def _attend_by_library(query: Tensor, keys: Tensor, values: Tensor, packed: Pack
     """Run `attend` for a pass that ends with long prompts, for these by torch's causal attention over copies of their keys
     and values.
     """
+    from torch.nn.attention.bias import causal_lower_right  # this import takes 1.5 s, as it brings torch's compiler
+
     out = torch.empty_like(query)
     before = packed.before_prompts
     start = 0 if before is None or before.metadata is None else before.metadata.shape.rows
