@@ -14,9 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 from eyas.errors import EyasError
+from tests.support.tiers import nightly
 
 # Seconds that an input of the largest size may keep the event loop.
 LOOP_SECONDS = 0.05
@@ -71,7 +70,7 @@ def pairs(readers: Sequence[Reader]) -> list[Any]:
         turns = -(-len(reader.shapes) // DAILY_SHAPES)
         for place, shape in enumerate(reader.shapes):
             is_daily = place % turns == number % turns
-            found.append(pytest.param(reader, shape, marks=() if is_daily else pytest.mark.nightly))
+            found.append((reader, shape) if is_daily else nightly(reader, shape))
     return found
 
 

@@ -31,6 +31,7 @@ from eyas.llm import LLM
 from eyas.models.checkpoint import resolve, target_fingerprint
 from eyas.models.supported import inspect_architecture
 from eyas.models.unpacking import end_ids, llama3_divisors, readable_kinds, smallest, unpack
+from tests.support.tiers import nightly
 from tests.support.tiny import write_head, write_target
 from tests.support.tiny_gguf import TEMPLATE, write_gguf
 
@@ -86,7 +87,7 @@ def test_plain_file_equals_its_folder(target: Path, tmp_path: Path) -> None:
         assert greedy(of_file) == greedy(of_folder)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.nightly), 0.8])
+@pytest.mark.parametrize("temperature", [nightly(0.0), 0.8])
 def test_a_head_drafts_for_a_file(temperature: float, file: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", 48, 24, 32)
     sampling = SamplingParams(temperature=temperature, max_tokens=24, seed=3)
