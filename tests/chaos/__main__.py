@@ -1,7 +1,5 @@
 """`python -m tests.chaos`: a storm of faults, then an overload; writes a dated report."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

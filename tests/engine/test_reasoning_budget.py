@@ -1,7 +1,5 @@
 """Reasoning with a budget of tokens, in outputs that must match a grammar: drafts change no token."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Output that must match a grammar: with any drafter, the tokens are those of plain constrained decoding."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

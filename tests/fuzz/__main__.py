@@ -1,7 +1,5 @@
 """`python -m tests.fuzz`: malformed messages over every gRPC method and HTTP route; writes a dated report."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The services under fuzzing: a draft service, a verifier and a router each a process, with tiny random models."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Malformed bytes on sockets: HTTP/1.1 requests, and HTTP/2 frames below gRPC."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 import struct

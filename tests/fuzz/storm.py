@@ -1,7 +1,5 @@
 """Many malformed messages against running services: which answers they get, and what they cost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

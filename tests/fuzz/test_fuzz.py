@@ -1,7 +1,5 @@
 """Malformed messages, drawn by hypothesis, over every gRPC method and HTTP route of running services."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Every function that reads a client's text, schema, grammar, template, image part
 the files beside this one. `python -m tests.growth` prints the exponent of each.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import time

@@ -1,7 +1,5 @@
 """A pair of drafters gives trees of both, of the lookups alone, or none, whichever yields most. No time is measured."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """What a GPU would launch and move, counted on the `meta` device. The figures are ratchets: they may only fall."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace

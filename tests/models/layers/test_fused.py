@@ -1,7 +1,5 @@
 """Fused layers compute what transformers' modules define, on the CPU and in the kernels of CUDA."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading

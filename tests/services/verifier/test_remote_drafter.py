@@ -1,7 +1,5 @@
 """A draft service as the verifier sees it, over real sockets."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Compiles the kernels that a GPU would launch, for GPUs that are not there."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """A real router with its HTTP server in this process, and OpenAI's own client of it."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager

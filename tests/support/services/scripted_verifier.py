@@ -3,8 +3,6 @@
 It stands for a process outside the router. It continues where the prompt ends, whatever the prompt's length.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """Keys with names, scopes and quotas; tenants that share neither cache nor capacity unfairly."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

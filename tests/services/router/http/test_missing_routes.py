@@ -1,7 +1,5 @@
 """Paths that do not exist say what there is instead; probes, models and CORS under the names that newcomers try."""
 
-from __future__ import annotations
-
 import asyncio
 
 import httpx
