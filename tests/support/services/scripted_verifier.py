@@ -235,8 +235,8 @@ async def failure(address: str, call: GenerateCall, timeout: float = 30.0) -> tu
     return raised.value.code(), raised.value.details() or ""
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
     """Wait for a condition, a minute at most."""
     async with asyncio.timeout(60):
-        while not condition():
+        while not (await holds if isinstance(holds := condition(), Awaitable) else holds):
             await asyncio.sleep(0.005)
