@@ -96,6 +96,7 @@ def test_a_malformed_http_request_is_no_fault_of_ours(services: Services, client
     runner.run(connection.close())
 
 
+@pytest.mark.nightly
 def test_every_field_of_a_body_is_changed(client: Client) -> None:
     for route in (route for route in client.routes if route.example is not None):
         rng, wanted = random.Random(0), set(route.properties)
