@@ -14,19 +14,11 @@ from eyas.errors import InvalidRequest, Overloaded
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted
+from tests.support.clock import Clock
 from tests.support.strategies import outputs_of
 from tests.support.toy_engine import largest_budgets
 
 EOS = 1
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_scheduler(nodes: int = 4, clock: Callable[[], float] = time.monotonic, **limits: float) -> Scheduler:

@@ -1,7 +1,7 @@
 """How the work of a function grows with the size of a client's input, in processor time of its thread.
 
 Every function that reads a client's text, schema, grammar, template, image part or tool definition has a `Reader` in one of
-the files beside this one. `python -m tests.growth` prints the exponent of each.
+the files beside this one.
 """
 
 import gc

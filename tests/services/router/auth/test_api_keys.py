@@ -32,18 +32,10 @@ from eyas.services.router.auth.middleware import Authenticator
 from eyas.services.router.auth.quota import KeyLimits, Quota, TokenBucket
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1.generation_pb2_grpc import GenerationStub
+from tests.support.clock import Clock
 from tests.support.services.http_router import ALL, TOKENS, Script, get_until, http_router, worker
 from tests.support.services.scripted_verifier import PROMPT, REST, request_with, router, tokens_of, until
 from tests.support.services.spans import Spans
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def bearer(key: str) -> dict[str, str]:
