@@ -47,29 +47,6 @@ def chain(budget: TreeBudget, tokens: tuple[int, ...]) -> DraftTree:
     return DraftTree.chain((0, *tokens[: budget.max_depth][: len(tokens) - 1]))
 
 
-def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
-    scheduler = make_scheduler(max_prefill_tokens=3)
-    scheduler.add(request("a", prompt=7))
-    sizes = []
-    for _ in range(3):
-        works = scheduler.schedule([])
-        sizes.append([len(work.slots) for work in works])
-        scheduler.commit(works, outputs_of([output(works[0], (20,))]))
-    assert sizes == [[3], [3], [1]]
-
-
-def test_decode_rows_ride_along_with_a_long_prompt() -> None:
-    scheduler = make_scheduler(max_prefill_tokens=3)
-    scheduler.add(request("short", prompt=2))
-    step(scheduler)
-    scheduler.add(request("long", prompt=9))
-    works = scheduler.schedule([DraftReply(scheduler.running[0], DraftTree.chain((20, 5, 6)), 0, 0)])
-    assert [(work.sequence.request.id, work.tree is None, len(work.slots)) for work in works] == [
-        ("short", False, 3),
-        ("long", True, 3),
-    ]
-
-
 def test_a_request_waits_for_the_slots_of_its_next_steps() -> None:
     scheduler = make_scheduler(max_kv_tokens=60)
     scheduler.add(request("first", prompt=20, max_tokens=40))
