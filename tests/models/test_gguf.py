@@ -31,7 +31,7 @@ from eyas.llm import LLM
 from eyas.models.checkpoint import resolve, target_fingerprint
 from eyas.models.supported import inspect_architecture
 from eyas.models.unpacking import end_ids, llama3_divisors, readable_kinds, smallest, unpack
-from tests.support.tiers import nightly
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import write_head, write_target
 from tests.support.tiny_gguf import TEMPLATE, write_gguf
 
@@ -69,7 +69,7 @@ def greedy(llm: LLM, num_tokens: int = 24) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, tuple(KINDS)[:2]))
 def test_tokens_are_those_of_transformers(kind: str, target: Path, tmp_path: Path) -> None:
     file = write_gguf(target, tmp_path / "tiny.gguf", kind)
     model: Any = AutoModelForCausalLM.from_pretrained(
