@@ -46,5 +46,11 @@ def multiplies_and_adds() -> bool:
     return platform.machine() in ("aarch64", "arm64") or {"avx2", "fma"} <= _words()
 
 
+@cache
+def adds_products_of_bytes() -> bool:
+    """Return whether one instruction adds four products of bytes to each of 16 integers."""
+    return {"avx512f", "avx512_vnni"} <= _words()
+
+
 def _words() -> set[str]:
     return set(PROCESSORS.read_text().split()) if PROCESSORS.exists() else set()

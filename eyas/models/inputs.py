@@ -326,9 +326,7 @@ class PaddedGroup:
 
 
 class LongPrompt(PaddedGroup):
-    """A prompt whose keys and values are copied for a library.
-
-    Copies have few sizes: the allocator keeps the memory of each, and every chunk of a prompt has more keys than the last.
+    """A prompt whose keys and values are copied for a library, see `copied_keys`.
 
     Attributes:
         num_keys: without padding.
@@ -340,9 +338,17 @@ class LongPrompt(PaddedGroup):
     def __init__(self, segment: Segment, start: int, device: torch.device) -> None:
         super().__init__([segment], np.array([start]), False, device)
         self.num_keys = self._num_keys
-        # a multiple of an eighth of the next power of two: four sizes from 1,025 to 2,048 keys
-        step = max(1, (1 << (self.num_keys - 1).bit_length()) // 8)
-        self._num_keys = -(-self.num_keys // step) * step
+        self._num_keys = copied_keys(self.num_keys)
+
+
+def copied_keys(num_keys: int) -> int:
+    """Return the keys of a copy with room for so many: a multiple of an eighth of the next power of two.
+
+    Copies have few sizes, four from 1,025 to 2,048 keys: the allocator keeps the memory of each, and every chunk of a prompt
+    has more keys than the last.
+    """
+    step = max(1, (1 << (num_keys - 1).bit_length()) // 8)
+    return -(-num_keys // step) * step
 
 
 @dataclass(frozen=True)

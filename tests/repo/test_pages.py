@@ -172,7 +172,8 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
     assert f"a slot of the verifier | 128 KiB + 8 KiB | {slot // 2**10} KiB |" in page
     rows = re.findall(r"= ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d,]+) \|", page)
     assert len(rows) == 3
-    sizes, tiling = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3), Tiling(4, 8, 132)
+    sizes = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3)
+    tiling = Tiling(4, 8, 132, library_rows=256, longest=131072)
     reserved = graph_bytes(sizes, 1024, 32, tiling) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, tiling)
     reserved += WORKSPACES + 4 * 32 * 131072  # slot tables
     assert f"subtracts {reserved / 2**30:.1f} GiB" in page

@@ -22,19 +22,16 @@ from eyas.arrays import Floats, Ints
 from eyas.kernels.arguments import BLOCK_OUTPUTS, KeptStates, RowKeys
 from eyas.kernels.cpu.compiling import compile_all, kernel
 from eyas.kernels.cpu.products import (
-    PHASE_SIZE,
-    finish_part,
     multiply_keys,
     multiply_shared,
     multiply_together,
     multiply_weight,
-    next_part,
     num_blocks_of,
     sum_values,
     transpose_keys,
-    wait_for_parts,
 )
 from eyas.kernels.cpu.sampling import HIGHEST, draw_rows, exp, highest_of, sum_of, top_k
+from eyas.kernels.cpu.sharing import PHASE_SIZE, finish_part, next_part, wait_for_parts
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
 ROWS_AT_A_TIME = 16
@@ -466,7 +463,7 @@ def run_layers(
         slots: where the rows' keys and values belong [R]; empty if they are not kept.
         keys: RowKeys. kept: a KeptStates.
         memory: of all rows: qkv, attention's output, gates and ups, gated, what is added to the residual.
-        tickets: zeros for M times NUM_COUNTERS, see `eyas.kernels.cpu.products`. num_parts: of each product.
+        tickets: zeros for M times NUM_COUNTERS, see `eyas.kernels.cpu.sharing`. num_parts: of each product.
     """
     num_heads, num_kv, head_width, inner = stack.sizes
     num_rows, width, shape = len(state), num_heads * head_width, (num_slots, num_kv, head_width)

@@ -1,4 +1,4 @@
-"""Products on the CPU, and how threads share them (docs/decisions/0038-compiled-cpu.md).
+"""Products on the CPU (docs/decisions/0038-compiled-cpu.md).
 
 Weights are float16, float32 or integers of 8 bits, rows are float32. numba compiles no loop so that a tile of sums stays in
 registers. So `_Tile` emits the tile itself: each step loads a row of some blocks of the weight, converts it, and adds its
@@ -8,25 +8,14 @@ products with one number of each row.
     sums of 1 row, 8 blocks     [1 x 128]
 
 Each sum is taken in the order of k by fused multiply-adds, whatever the tile: a row's result does not depend on the other
-rows.
-
-Threads that run one kernel share its phases: each takes the next part that no other has taken, and waits at the end of the
-phase until all parts are finished. A thread that comes late, or that the system does not run, delays the others by the one
-part that it holds. A phase has two counters, on cache lines of their own: parts that are taken, and parts that are finished.
-If a thread fails, it sets all counters to FAILED: no part is left, and nothing is waited for.
+rows. `_DotTile` rounds rows to 8 bits as well, and adds four products of integers by one instruction.
 
 Legend: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
-from collections.abc import Callable
-from contextlib import suppress
-from queue import Empty, SimpleQueue
-from typing import Any, TypeAlias
+from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -35,29 +24,28 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from eyas.arrays import Ints
-from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, FLOATS, GROUP_INPUTS, HALVES, SCALE_INPUTS
+from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, DOTS, FLOATS, GROUP_INPUTS, HALVES, QUAD_INPUTS, SCALE_INPUTS
 from eyas.kernels.cpu.compiling import kernel
+from eyas.kernels.cpu.sharing import finish_part, next_part, wait_for_parts
 
 # Blocks of a tile by its rows. Its sums, and what they are made of, fit into the registers.
 BLOCKS_OF_512_BITS = {16: 1, 12: 2, 8: 3, 7: 3, 6: 4, 5: 4, 4: 4, 3: 4, 2: 8, 1: 8}
 BLOCKS_OF_256_BITS = {6: 1, 5: 1, 4: 1, 3: 1, 2: 2, 1: 4}
+DOT_BLOCKS = {16: 1, 12: 1, 10: 1, 8: 2, 7: 2, 6: 2, 5: 2, 4: 2, 3: 3, 2: 4, 1: 8}
 # Bytes of a weight that all rows are multiplied by before the next ones.
 GROUP_BYTES = 2**18
 # How many inputs ahead a block is fetched, or a later block behind its end.
 INPUTS_AHEAD = 128
 # Inputs after which rows lie in the same sets of the cache, and how many floats apart they are then laid.
 ALIASED, PADDING = 512, 16
-# Numbers of a phase in an array of counters, and where the second counter is.
-PHASE_SIZE, FINISHED = 16, 8
-# Looks at a counter before a waiting thread leaves its core to others.
-MAX_LOOKS = 1000
-# Counter of a pass that failed; above any number of parts, with room for more.
-FAILED = 1 << 62
+# Words of a group of a rounded row, and the size below which all of a group becomes 0: quotients by it are finite.
+ROW_WORDS, SMALLEST_SIZE = GROUP_INPUTS // QUAD_INPUTS + 2, np.finfo(np.float32).tiny * 128
 
 _INT, _FLOAT, _HALF = ir.IntType(64), ir.FloatType(), ir.HalfType()
 _FLOATS, _HALVES = ir.VectorType(_FLOAT, BLOCK_OUTPUTS), ir.VectorType(_HALF, BLOCK_OUTPUTS)
 _BYTES = ir.VectorType(ir.IntType(8), BLOCK_OUTPUTS)
+_WORD = ir.IntType(32)
+_WORDS = ir.VectorType(_WORD, BLOCK_OUTPUTS)
 
 
 @kernel()
@@ -72,7 +60,8 @@ def multiply_weight(left, address, stored, out):
 
     Args:
         address: of the weight as `packed_weights.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
-        stored: FLOATS, HALVES or BYTES; of BYTES, SCALE_INPUTS rows of scales follow each GROUP_INPUTS rows of a block.
+        stored: FLOATS, HALVES, BYTES or DOTS; of integers, SCALE_INPUTS rows of scales follow each GROUP_INPUTS rows of a
+            block.
     """
     multiply_blocks(left, address, stored, out, 0, out.shape[1] // BLOCK_OUTPUTS)
 
@@ -82,16 +71,21 @@ def multiply_blocks(left, address, stored, out, first_block, end_block):
     """Write the columns of `multiply_weight` that are made of some blocks of the weight."""
     num_rows, num_inputs = left.shape
     itemsize = 4 if stored == FLOATS else 2 if stored == HALVES else 1
-    rows, group = _spread_rows(left), max(GROUP_BYTES // (itemsize * BLOCK_OUTPUTS * num_inputs), 8)
+    group = max(GROUP_BYTES // (itemsize * BLOCK_OUTPUTS * num_inputs), 8)
+    rows = left if stored == DOTS else _spread_rows(left)
+    integers = _rounded_rows(left if stored == DOTS else left[:0])
+    num_groups = _num_groups(num_inputs)
     for start in range(first_block, end_block, group):
         first, count = 0, min(group, end_block - start)
         while first < num_rows:
             if stored == HALVES:
                 first += _take_halves(rows, first, num_rows - first, num_inputs, address, start, count, out)
+            elif stored == FLOATS:
+                first += _take_floats(rows, first, num_rows - first, num_inputs, address, start, count, out)
             elif stored == BYTES:
                 first += _take_bytes(rows, first, num_rows - first, num_inputs, address, start, count, out)
             else:
-                first += _take_floats(rows, first, num_rows - first, num_inputs, address, start, count, out)
+                first += _take_dots(integers, first, num_rows - first, num_groups, address, start, count, out)
 
 
 @kernel(error_model="numpy")
@@ -107,6 +101,47 @@ def _spread_rows(left):
     return rows
 
 
+@kernel(error_model="numpy")
+def _num_groups(num_inputs):
+    """Return how many groups of inputs share scales."""
+    return (num_inputs + GROUP_INPUTS - 1) // GROUP_INPUTS
+
+
+@kernel(error_model="numpy")
+def _rounded_rows(left):
+    """Return rows [R, K] as integers of 8 bits, the largest of a group as 127: int32 [R, G * ROW_WORDS].
+
+    A group has its integers, QUAD_INPUTS in a word; what to add to a sum of their products as weights are stored with 128
+    added; and the float32 scale. A group with a number that is none has no finite scale.
+    """
+    num_rows, num_inputs = left.shape
+    num_groups = _num_groups(num_inputs)
+    words = np.empty((num_rows, num_groups * ROW_WORDS), np.int32)
+    integers, scales = words.view(np.int8), words.view(np.float32)
+    row = np.zeros(num_groups * GROUP_INPUTS, np.float32)
+    bits = row.view(np.int32)
+    for r in range(num_rows):
+        row[:num_inputs] = left[r]
+        for group in range(num_groups):
+            start, word = group * GROUP_INPUTS, group * ROW_WORDS
+            offset = word + GROUP_INPUTS // QUAD_INPUTS
+            scale = offset + 1
+            largest = np.int32(0)  # sizes of floats are in the order of their bits
+            for i in range(start, start + GROUP_INPUTS):
+                largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
+            words[r, scale] = largest
+            size = scales[r, scale]
+            by = np.float32(127) / size if size > SMALLEST_SIZE else np.float32(0)
+            total = np.int32(0)
+            for i in range(GROUP_INPUTS):
+                integer = np.int32(np.rint(row[start + i] * by))
+                integers[r, QUAD_INPUTS * word + i] = integer
+                total += integer
+            words[r, offset] = -128 * total
+            scales[r, scale] = size / np.float32(127)
+    return words
+
+
 class _Tile:
     """Emitter of the code of tiles: rows with `width` floats between them, a right side, and outputs with `size` between
     them.
@@ -117,6 +152,8 @@ class _Tile:
     LOADED: Any = _HALVES
     # Rows from which on a tile fetches ahead, see `prefetch`.
     FETCHING_ROWS = 2
+    # Inputs of a loop's step that are fetched ahead, and cache lines of one.
+    STEPS_AHEAD, STEP_LINES = INPUTS_AHEAD, 1
     BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS = BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS
 
     def __init__(self, builder: Any, rows: Any, width: Any, right: Any, num_inputs: Any, out: Any, size: Any) -> None:
@@ -173,14 +210,9 @@ class _Tile:
         b.branch(loop)
         b.position_at_end(loop)
         k, sums = b.phi(_INT), [[b.phi(_FLOATS) for _ in blocks] for _ in rows]
-        vectors = self.vectors(blocks, k)
         if num_rows >= self.FETCHING_ROWS:
             self.prefetch(blocks, k)
-        numbers = (self._spread(b.load(at(row, k))) for row in rows)
-        added = [
-            [b.call(self.fma, [number, vector, total]) for vector, total in zip(vectors, totals, strict=True)]
-            for number, totals in zip(numbers, sums, strict=True)
-        ]
+        added = self.added(rows, blocks, k, sums)
         following = b.add(k, _INT(1))
         for phi, first, later in [(k, _INT(0), following)] + [
             (total, ir.Constant(_FLOATS, [0.0] * BLOCK_OUTPUTS), new)
@@ -195,6 +227,15 @@ class _Tile:
             for n, total in enumerate(totals):
                 place = b.add(b.mul(self.size, _INT(r)), b.mul(b.add(block, _INT(n)), _INT(BLOCK_OUTPUTS)))
                 b.store(total, b.bitcast(at(self.out, place), _FLOATS.as_pointer())).align = 4
+
+    def added(self, rows: list[Any], blocks: list[Any], k: Any, sums: list[list[Any]]) -> list[list[Any]]:
+        """Return sums by row and block, with the products of input k added."""
+        vectors = self.vectors(blocks, k)
+        numbers = (self._spread(self.builder.load(self._at(row, k))) for row in rows)
+        return [
+            [self.builder.call(self.fma, [number, vector, total]) for vector, total in zip(vectors, totals, strict=True)]
+            for number, totals in zip(numbers, sums, strict=True)
+        ]
 
     def blocks(self, numbers: list[Any]) -> list[Any]:
         """Return what `vectors` takes of blocks: here pointers to their first vectors."""
@@ -214,16 +255,18 @@ class _Tile:
 
         A single row of floats waits for memory anyway, and the processor's own prefetching serves it better.
         """
-        b, byte, word = self.builder, ir.IntType(8).as_pointer(), ir.IntType(32)
-        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        b = self.builder
+        byte = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
         fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
-        ahead = b.add(k, _INT(INPUTS_AHEAD))
+        ahead = b.add(k, _INT(self.STEPS_AHEAD))
         if len(blocks) > 1:  # behind a block's end lies the next one of this tile, so look behind the last of them
             others = b.mul(self.num_inputs, _INT(len(blocks) - 1))
             ahead = b.select(b.icmp_signed("<", ahead, self.num_inputs), ahead, b.add(ahead, others))
         for block in blocks:
-            place = b.bitcast(self._at(block, self.row(ahead)), byte)
-            b.call(fetch, [place, word(0), word(1), word(1)])  # to read, no nearer than L2, data
+            for line in range(self.STEP_LINES):
+                place = b.bitcast(self._at(block, b.add(self.row(ahead), _INT(line))), byte)
+                b.call(fetch, [place, _WORD(0), _WORD(1), _WORD(1)])  # to read, no nearer than L2, data
 
     def _at(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [offset])
@@ -236,9 +279,9 @@ class _Tile:
 
     def _spread(self, number: Any) -> Any:
         """Return a number in all places of a vector."""
-        nothing, first = ir.Constant(_FLOATS, ir.Undefined), ir.IntType(32)(0)
-        mask = ir.Constant(ir.VectorType(ir.IntType(32), BLOCK_OUTPUTS), [0] * BLOCK_OUTPUTS)
-        return self.builder.shuffle_vector(self.builder.insert_element(nothing, number, first), nothing, mask)
+        nothing = ir.VectorType(number.type, BLOCK_OUTPUTS)(ir.Undefined)
+        mask = _WORDS([0] * BLOCK_OUTPUTS)
+        return self.builder.shuffle_vector(self.builder.insert_element(nothing, number, _WORD(0)), nothing, mask)
 
 
 class _WeightTile(_Tile):
@@ -282,6 +325,63 @@ class _ByteTile(_Tile):
         return self.builder.sitofp(vector, _FLOATS)
 
 
+class _DotTile(_Tile):
+    """A weight in blocks of 8-bit integers with 128 added: words of QUAD_INPUTS inputs by output. Rows are `_rounded_rows`.
+
+    A step takes a group of inputs: its products are added as integers, and times both scales to the float32 sum.
+    """
+
+    LOADED = _WORDS
+    FETCHING_ROWS = 1
+    BLOCKS_OF_512_BITS = DOT_BLOCKS
+    STEPS_AHEAD, STEP_LINES = INPUTS_AHEAD // GROUP_INPUTS, (GROUP_INPUTS + SCALE_INPUTS) // QUAD_INPUTS
+
+    def blocks(self, numbers: list[Any]) -> list[Any]:
+        b, vectors = self.builder, self.builder.inttoptr(self.right, self.LOADED.as_pointer())
+        return [self._at(vectors, b.mul(self.row(self.num_inputs), number)) for number in numbers]
+
+    def row(self, k: Any) -> Any:
+        return self.builder.mul(k, _INT(self.STEP_LINES))
+
+    def added(self, rows: list[Any], blocks: list[Any], k: Any, sums: list[list[Any]]) -> list[list[Any]]:
+        b = self.builder
+        firsts = [self._at(block, self.row(k)) for block in blocks]
+        lines = [[self._loaded(self._at(first, _INT(i))) for i in range(self.STEP_LINES)] for first in firsts]
+        found: list[list[Any]] = []
+        for row, totals in zip(rows, sums, strict=True):
+            group = self._at(row, b.mul(k, _INT(ROW_WORDS)))
+            *quads, offset, scale = (self._spread(b.load(self._at(group, _INT(i)))) for i in range(ROW_WORDS))
+            found.append([])
+            for (*weights, scales), total in zip(lines, totals, strict=True):
+                products = offset
+                for numbers, quad in zip(weights, quads, strict=True):
+                    products = self._dot(products, numbers, quad)
+                scaled = b.fmul(b.sitofp(products, _FLOATS), b.bitcast(scales, _FLOATS))
+                found[-1].append(b.call(self.fma, [scaled, b.bitcast(scale, _FLOATS), total]))
+        return found
+
+    def _dot(self, total: Any, weights: Any, numbers: Any) -> Any:
+        """Add the products of unsigned bytes of weights with signed ones of numbers to the words of a total."""
+        b = self.builder
+        if llvm.get_host_cpu_features().get("avx512vnni", False):
+            kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
+            name = "llvm.x86.avx512.vpdpbusd.512"
+            return b.call(cgutils.get_or_insert_function(b.module, kind, name), [total, weights, numbers])
+        for shift in (24, 16, 8, 0):
+            number = b.ashr(b.shl(numbers, self._words(shift)), self._words(24))
+            weight = b.and_(b.lshr(weights, self._words(24 - shift)), self._words(255))
+            total = b.add(total, b.mul(weight, number))
+        return total
+
+    def _loaded(self, pointer: Any) -> Any:
+        vector = self.builder.load(pointer)
+        vector.align = 4
+        return vector
+
+    def _words(self, number: int) -> Any:
+        return _WORDS([number] * BLOCK_OUTPUTS)
+
+
 class _KeyTile(_WeightTile):
     """Keys in blocks of float32: few of them."""
 
@@ -303,8 +403,8 @@ class _PlacesTile(_KeyTile):
         return [self._loaded(self._at(row, number)) for number in blocks]
 
 
-_take_halves, _take_floats, _take_bytes, _take_keys, _take_places = (
-    intrinsic(kind.take) for kind in (_Tile, _WeightTile, _ByteTile, _KeyTile, _PlacesTile)
+_take_halves, _take_floats, _take_bytes, _take_dots, _take_keys, _take_places = (
+    intrinsic(kind.take) for kind in (_Tile, _WeightTile, _ByteTile, _DotTile, _KeyTile, _PlacesTile)
 )
 
 
@@ -354,7 +454,7 @@ def transpose_keys(typing, places, first, offset, out):
         for half in (8, 4, 2, 1):  # swap the off-diagonal quarters of all squares of 2 x half rows
             upper = [BLOCK_OUTPUTS + c - half if c & half else c for c in range(BLOCK_OUTPUTS)]
             lower = [BLOCK_OUTPUTS + c if c & half else c + half for c in range(BLOCK_OUTPUTS)]
-            masks = [ir.Constant(ir.VectorType(ir.IntType(32), BLOCK_OUTPUTS), mask) for mask in (upper, lower)]
+            masks = [_WORDS(mask) for mask in (upper, lower)]
             for i in range(BLOCK_OUTPUTS):
                 if not i & half:
                     pair = rows[i], rows[i + half]
@@ -365,78 +465,6 @@ def transpose_keys(typing, places, first, offset, out):
         return context.get_dummy_value()
 
     return types.none(places, first, offset, out), generate
-
-
-@intrinsic
-def _add_one(typing, counters, index):
-    """Add 1 to counters[index], in one order for all threads. Returns what it was."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        return builder.atomic_rmw("add", builder.gep(array.data, [arguments[1]]), _INT(1), "seq_cst")
-
-    return types.int64(counters, index), generate
-
-
-@intrinsic
-def _read(typing, counters, index):
-    """Return counters[index] as the other threads have left it."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, arguments[0])
-        return builder.load_atomic(builder.gep(array.data, [arguments[1]]), "acquire", 8)
-
-    return types.int64(counters, index), generate
-
-
-@intrinsic
-def _pause(typing):
-    """Return the hint to an x86 processor that a loop waits for a number in memory; nothing on others."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if llvm.get_process_triple().startswith("x86_64"):
-            kind = ir.FunctionType(ir.VoidType(), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        return context.get_dummy_value()
-
-    return types.none(), generate
-
-
-@intrinsic
-def _leave_core(typing):
-    """Let another thread run on this core, where the system has a call for that."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        if hasattr(os, "sched_yield"):
-            kind = ir.FunctionType(ir.IntType(32), [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
-        return context.get_dummy_value()
-
-    return types.none(), generate
-
-
-@kernel()
-def next_part(tickets, phase):
-    """Return the next part of a phase that no thread has taken; the parts are numbered from 0."""
-    return _add_one(tickets, PHASE_SIZE * phase)
-
-
-@kernel()
-def finish_part(tickets, phase):
-    """Count a part as finished. Returns how many are."""
-    return _add_one(tickets, PHASE_SIZE * phase + FINISHED) + 1
-
-
-@kernel()
-def wait_for_parts(tickets, phase, count):
-    """Return once `count` parts are finished."""
-    looks = 0
-    while _read(tickets, PHASE_SIZE * phase + FINISHED) < count:
-        looks += 1
-        if looks < MAX_LOOKS:
-            _pause()
-        else:
-            _leave_core()
 
 
 @kernel(error_model="numpy")
@@ -457,65 +485,3 @@ def multiply_together(left, address, stored, out, tickets, num_parts):
     """Run `multiply_weight` by all threads that call it; each returns when all of it is done."""
     multiply_shared(left, address, stored, out, tickets, 0, num_parts)
     wait_for_parts(tickets, 0, num_parts)
-
-
-class _Call:
-    """A kernel that threads run together. error: of the first thread that failed."""
-
-    def __init__(self, kernel: Callable[..., object], arguments: tuple[object, ...], tickets: Ints) -> None:
-        self._kernel, self._arguments, self._tickets = kernel, arguments, tickets
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        """Run it in this thread, too. If that fails, the other threads stop at the end of their parts."""
-        try:
-            self._kernel(*self._arguments)
-        except BaseException as error:
-            self.error = self.error or error
-            self._tickets.fill(FAILED)
-
-
-Calls: TypeAlias = SimpleQueue[_Call | None]
-
-
-class Helpers:
-    """Threads that run kernels together with the thread that asks. They end when this object is dropped."""
-
-    def __init__(self, count: int) -> None:
-        self.num_threads = 1 + count
-        self._queues: list[tuple[Calls, threading.Lock]] = []  # a helper holds its lock while it runs a call
-        for _ in range(count):
-            queue: Calls = SimpleQueue()
-            is_running = threading.Lock()
-            threading.Thread(target=_help, args=(queue, is_running), name="layers", daemon=True).start()
-            weakref.finalize(self, queue.put, None)
-            self._queues.append((queue, is_running))
-
-    def run(self, kernel: Callable[..., object], *arguments: object, tickets: Ints) -> None:
-        """Run kernel(*arguments, tickets, num_threads), whose work the threads share. tickets: counters, all zero.
-
-        A helper that comes too late finds nothing to do. A call that its helper has not begun makes room for the next one:
-        one that never comes keeps no memory. Raises what the kernel raises in any thread, once no other one works on it.
-        """
-        call = _Call(kernel, (*arguments, tickets, self.num_threads), tickets)
-        for queue, _ in self._queues:
-            if not queue.empty():
-                with suppress(Empty):
-                    queue.get_nowait()
-            queue.put(call)
-        call.run()
-        if call.error is not None:
-            for _, is_running in self._queues:
-                with is_running:
-                    pass
-            try:
-                raise call.error
-            finally:
-                del call  # the error's traceback holds this frame, and so the arguments
-
-
-def _help(queue: Calls, is_running: threading.Lock) -> None:
-    while (call := queue.get()) is not None:
-        with is_running:
-            call.run()
-        del call  # not kept until the next one

@@ -30,7 +30,7 @@ from eyas.models.backends.packed_weights import (
 from eyas.models.inputs import PackedInputs
 
 if TYPE_CHECKING:
-    from eyas.kernels.cpu.products import Helpers
+    from eyas.kernels.cpu.sharing import Helpers
     from eyas.models.layers.fused import FusedLayer
     from eyas.models.layers.norms import HeadLayout, RMSNorm
 
@@ -113,7 +113,7 @@ class CpuDecoder:
         """Share passes between this number of threads from now on. The first of them is the one that calls."""
         if num_threads == (self.helpers.num_threads if self.helpers else 1):
             return
-        from eyas.kernels.cpu.products import Helpers
+        from eyas.kernels.cpu.sharing import Helpers
 
         self.helpers = Helpers(num_threads - 1) if num_threads > 1 else None
         if isinstance(self._head, PackedLinear):

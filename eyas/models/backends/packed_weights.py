@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from eyas.device.host import has_numba, keep_freed_memory
 from eyas.device.memory import to_huge_pages
 from eyas.device.placement import runs_compiled
-from eyas.device.processor import converts_halves, is_intel, multiplies_and_adds, multiplies_halves
-from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, FLOATS, GROUP_INPUTS, HALVES, SCALE_INPUTS
+from eyas.device.processor import adds_products_of_bytes, converts_halves, is_intel, multiplies_and_adds, multiplies_halves
+from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, DOTS, FLOATS, GROUP_INPUTS, HALVES, QUAD_INPUTS, SCALE_INPUTS
 
 if TYPE_CHECKING:
-    from eyas.kernels.cpu.products import Helpers
+    from eyas.kernels.cpu.sharing import Helpers
 
 Product = Callable[[Tensor], Tensor]
 
@@ -120,9 +120,21 @@ def pack_weights(
 
 def has_kernel(module: nn.Module) -> bool:
     """Return whether kernels multiply by a packed layer's weight. Then a row's result does not depend on the other rows."""
+    weight = _packed_weight(module)
+    return weight is not None and weight.in_blocks
+
+
+def rounds_rows(model: nn.Module) -> bool:
+    """Return whether layers of a model round their inputs to 8 bits, so that a difference in a last bit may grow."""
+    weights = (_packed_weight(module) for module in model.modules())
+    return any(weight is not None and weight.stored == DOTS for weight in weights)
+
+
+def _packed_weight(module: nn.Module) -> PackedWeight | None:
+    """Return the weight of a packed layer, or of the one that it is merged into."""
     if isinstance(module, MergedLinearPart):
-        return module.merged.product.weight.in_blocks
-    return isinstance(module, PackedLinear) and module.product.weight.in_blocks
+        return module.merged.product.weight
+    return module.product.weight if isinstance(module, PackedLinear) else None
 
 
 class PackedLinear(nn.Linear):
@@ -287,7 +299,7 @@ class PackedWeight:
             if (layout := _laid_out(weight, torch.float16, scale, is_blocked)) is not None:
                 return cls(layout, *shape, scale)
         if len(weight) > 0 and runs_kernel(torch.float32) and runs_compiled(weight.device):
-            layout = _in_groups(weight, is_exact=True)
+            layout = _in_groups(weight, is_exact=True, in_quads=False)
             if layout is None:
                 layout = _laid_out(weight, torch.float32, 1.0, is_blocked=True)
             assert layout is not None, "float32 holds every weight"
@@ -299,12 +311,13 @@ class PackedWeight:
     def rounded(cls, weight: Tensor) -> PackedWeight:
         """Pack a float weight on the CPU as integers of 8 bits. The kernels must run.
 
-        Each GROUP_INPUTS weights of an output have a scale, by which the largest of them becomes 127. A weight that is not
-        finite stays as it is, for `load_target` to name it.
+        Each GROUP_INPUTS weights of an output have a scale, by which the largest of them becomes 127. Where the processor
+        adds products of bytes, rows are rounded as well when they are multiplied. A weight that is not finite stays as it
+        is, for `load_target` to name it.
         """
-        layout = _in_groups(weight, is_exact=True)
+        layout = _in_groups(weight, is_exact=True, in_quads=adds_products_of_bytes())
         if layout is None:
-            layout = _in_groups(weight, is_exact=False)
+            layout = _in_groups(weight, is_exact=False, in_quads=adds_products_of_bytes())
         return cls.of(weight) if layout is None else cls(layout, *weight.shape)
 
     @property
@@ -312,31 +325,31 @@ class PackedWeight:
         """Return the weight as float32 [N, K]."""
         if self.layout.is_mkldnn:
             return self.layout.to_dense()
-        if self.stored == BYTES:
+        if self.stored in (BYTES, DOTS):
             return self.take(torch.arange(self.num_outputs))
         return self.rows.float() / self.scale
 
     def take(self, rows: Tensor) -> Tensor:
         """Take some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
         if self.layout.dim() == 3:  # in blocks. NumPy gathers columns of blocks in a third of torch's time
+            if self.stored in (BYTES, DOTS):
+                return self._scaled_integers(rows)
             numbers = rows.numpy()
             found = self.layout.new_empty(*rows.shape, self.layout.shape[1])
             found.numpy()[...] = self.layout.numpy()[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS]
-            if self.stored == BYTES:
-                return self._scaled_integers(rows, found)
         else:
             found = F.embedding(rows, self.layout)
         return found.float() if self.scale == 1 else found.float() / self.scale
 
-    def _scaled_integers(self, rows: Tensor, found: Tensor) -> Tensor:
-        """Return some rows [..., K] of integers times their scales. found: their bytes [..., rows of a block]."""
-        rows_of_group = GROUP_INPUTS + SCALE_INPUTS
-        num_groups = found.shape[-1] // rows_of_group
-        integers = found.view(*rows.shape, num_groups, rows_of_group)[..., :GROUP_INPUTS]
-        floats = self.layout.view(len(self.layout), num_groups, -1).view(torch.float32)
-        first_scale = GROUP_INPUTS * BLOCK_OUTPUTS // torch.float32.itemsize
-        scales = floats[rows // BLOCK_OUTPUTS, :, first_scale + rows % BLOCK_OUTPUTS]  # [..., groups]
-        numbers: Tensor = (integers * scales[..., None]).flatten(-2)
+    def _scaled_integers(self, rows: Tensor) -> Tensor:
+        """Return some rows [..., K] of integers times their scales."""
+        block, output = (rows // BLOCK_OUTPUTS).numpy(), (rows % BLOCK_OUTPUTS).numpy()
+        size, zero = (QUAD_INPUTS, 128) if self.stored == DOTS else (1, 0)
+        groups = self.layout.view(len(self.layout), -1, (GROUP_INPUTS + SCALE_INPUTS) * BLOCK_OUTPUTS)
+        scales = groups[:, :, GROUP_INPUTS * BLOCK_OUTPUTS :].view(torch.float32)
+        parts = groups[:, :, : GROUP_INPUTS * BLOCK_OUTPUTS].view(*groups.shape[:2], -1, BLOCK_OUTPUTS, size).numpy()
+        integers = torch.from_numpy(parts[block, :, :, output]).flatten(-2).float() - zero  # [..., groups, GROUP_INPUTS]
+        numbers = (integers * scales[block, :, output][..., None]).flatten(-2)
         return numbers[..., : self.num_inputs]
 
     @property
@@ -346,8 +359,8 @@ class PackedWeight:
 
     @cached_property
     def stored(self) -> int:
-        """Return how the kernels find the numbers: FLOATS, HALVES or BYTES."""
-        return {torch.float16: HALVES, torch.int8: BYTES}.get(self.layout.dtype, FLOATS)
+        """Return how the kernels find the numbers: FLOATS, HALVES, BYTES or DOTS."""
+        return {torch.float16: HALVES, torch.int8: BYTES, torch.uint8: DOTS}.get(self.layout.dtype, FLOATS)
 
     @property
     def rows(self) -> Tensor:
@@ -395,7 +408,8 @@ class PackedProduct:
         layout = self.weight.layout
         if not self.weight.in_blocks or type(rows) is not Tensor or not runs_compiled(rows.device):
             return self.by_library(rows)
-        from eyas.kernels.cpu.products import PHASE_SIZE, multiply_together, multiply_weight
+        from eyas.kernels.cpu.products import multiply_together, multiply_weight
+        from eyas.kernels.cpu.sharing import PHASE_SIZE
 
         out = torch.empty(*rows.shape[:-1], layout.shape[0] * BLOCK_OUTPUTS)
         flat, into = rows.reshape(-1, self.weight.num_inputs), out.view(-1, out.shape[-1])
@@ -439,24 +453,24 @@ def in_blocks(weight: Tensor) -> Tensor:
     return filled.view(-1, BLOCK_OUTPUTS, weight.shape[1]).transpose(1, 2)
 
 
-def _in_groups(weight: Tensor, is_exact: bool) -> Tensor | None:
-    """Return a float weight [N, K] as blocks of 8-bit integers with scales. None if that changes a number and must not, and
-    for numbers that are not finite.
+def _in_groups(weight: Tensor, is_exact: bool, in_quads: bool) -> Tensor | None:
+    """Return a float weight [N, K] as blocks of 8-bit integers with scales, of dtype uint8 for DOTS. None if that changes a
+    number and must not, and for numbers that are not finite.
     """
     from eyas.kernels.cpu.packing import narrow_groups
 
     num_outputs, num_inputs = weight.shape
     group_rows = GROUP_INPUTS + SCALE_INPUTS
     num_blocks, num_groups = -(-num_outputs // BLOCK_OUTPUTS), -(-num_inputs // GROUP_INPUTS)
-    layout = torch.empty(num_blocks, num_groups, group_rows, BLOCK_OUTPUTS, dtype=torch.int8)
+    layout = torch.empty(num_blocks, num_groups, group_rows, BLOCK_OUTPUTS, dtype=torch.uint8)
     to_huge_pages([layout], collapse=False)
     size = max(PART_ELEMENTS // max(num_inputs, 1) // BLOCK_OUTPUTS, 1) * BLOCK_OUTPUTS
     for start in range(0, num_outputs, size):
         part = weight[start : start + size].float().contiguous().numpy()
         blocks = layout[start // BLOCK_OUTPUTS : -(-(start + len(part)) // BLOCK_OUTPUTS)].flatten(2)
-        if not narrow_groups(part, is_exact, blocks.numpy(), blocks.view(torch.float32).numpy()):
+        if not narrow_groups(part, is_exact, in_quads, blocks.numpy(), blocks.view(torch.float32).numpy()):
             return None
-    return layout.flatten(1, 2)
+    return layout.flatten(1, 2) if in_quads else layout.flatten(1, 2).view(torch.int8)
 
 
 def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool) -> Tensor | None:

@@ -16,7 +16,7 @@ from eyas.models.backends.attention_metadata import (
 from eyas.models.backends.base import BackendKind, BackendPlan
 from eyas.models.backends.cuda import tiling_on
 from eyas.models.backends.cuda_graphs import MAX_GRAPH_ROWS, row_buckets
-from eyas.models.inputs import MetadataShape
+from eyas.models.inputs import MetadataShape, copied_keys
 from eyas.models.layers.numerics import keeps_logits
 from eyas.models.target import TargetModel
 
@@ -68,12 +68,18 @@ class PassSizes:
         """Return the bytes of logits [N, V], float32."""
         return rows * self.vocab * 4
 
-    def layers(self, rows: int, results: int) -> int:
+    def copied_keys(self, num_keys: int) -> int:
+        """Return the bytes of a layer's keys and values that are copied for a library."""
+        return copied_keys(num_keys) * 2 * self.kv_heads * self.head_width * self.itemsize
+
+    def layers(self, rows: int, results: int, copied: int = 0) -> int:
         """Return the most bytes inside the layers: of attention, of the MLP or of experts, and of hidden states around them.
 
         Beside the pairs of experts are their inputs and outputs, and queries, keys and values that attention has left.
 
-        results: partial results of attention for all rows together; 0 if keys are not cut.
+        Args:
+            results: partial results of attention for all rows together; 0 if keys are not cut.
+            copied: bytes of keys and values for a library.
         """
         # Queries and outputs of all heads, keys and values of theirs; float32 results and their log-sums for each part.
         attention = rows * (2 * self.heads + 2 * self.kv_heads) * self.head_width * self.itemsize
@@ -82,7 +88,7 @@ class PassSizes:
         mlp = rows * 3 * self.mlp * self.itemsize
         left = (3 * self.heads + 2 * self.kv_heads) * self.head_width + 5 * self.hidden
         experts = rows * (self.pairs + left) * self.itemsize if self.pairs else 0
-        return max(attention + partials, mlp, experts) + self.states(rows)
+        return max(attention + partials + copied, mlp, experts) + self.states(rows)
 
     def states(self, rows: int) -> int:
         """Return bytes of hidden states: of the residual stream, and of collected layers, one by one and side by side."""
@@ -129,8 +135,10 @@ def launched_bytes(sizes: PassSizes, max_rows: int, max_drawn: int, max_prompt: 
         partials = num_partials(
             tiling.shape(max_rows, max_drawn, max(-(-max_rows // tiling.most_rows), 1), tiling.most_rows)
         )
-    copied = sizes.logits(min(max_rows, max_drawn)) if max_prompt else 0
-    behind_layers = max(sizes.layers(max_rows, partials), sizes.states(max_rows) + copied)
+    attends_by_library = 0 < tiling.library_rows <= max_prompt and not tiling.fixed_part
+    keys = sizes.copied_keys(tiling.longest) if attends_by_library else 0
+    logits = sizes.logits(min(max_rows, max_drawn)) if max_prompt else 0
+    behind_layers = max(sizes.layers(max_rows, partials, keys), sizes.states(max_rows) + logits)
     return behind_layers + sizes.logits(min(max_rows, max_drawn + max_prompt))
 
 
@@ -139,10 +147,11 @@ def reserved_bytes(target: TargetModel, plan: BackendPlan, engine: EngineConfig)
     if target.device.type != "cuda":
         return 0
     limits, sizes = plan.limits, PassSizes.of(target)
-    tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.num_kv_heads)
-    if plan.batch_invariant:
-        longest = engine.max_model_len or target.max_model_len
-        tiling = replace(tiling, longest=longest, fixed_part=FIXED_PART)
+    tiling = replace(
+        tiling_on(target.device, target.dtype, target.heads_per_kv, target.num_kv_heads),
+        longest=engine.max_model_len or target.max_model_len,
+        fixed_part=FIXED_PART if plan.batch_invariant else 0,
+    )
     max_drawn = engine.max_verify_tokens + limits.segments
     total = launched_bytes(sizes, limits.rows, max_drawn, engine.max_prefill_tokens, tiling) + WORKSPACES
     if plan.kind is not BackendKind.PLAIN:

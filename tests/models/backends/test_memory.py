@@ -6,6 +6,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_s
 from eyas.models.backends.cuda import KernelBackend
 from eyas.models.backends.cuda_graphs import row_buckets
 from eyas.models.backends.pass_memory import PassSizes, graph_bytes, launched_bytes, num_partials, output_bytes
-from eyas.models.inputs import MetadataShape
+from eyas.models.inputs import LongPrompt, MetadataShape, Segment
 from eyas.models.target import TargetModel
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -136,6 +137,21 @@ def test_arithmetic_covers_experts_of_the_largest_pass(family: str, settings: di
     shape = tiling.shape(rows, 1, -(-rows // tiling.most_rows), tiling.most_rows)
     expected, found = launched_bytes(PassSizes.of(target), rows, 1, 0, tiling), peak_of_pass(target, tiling, shape)
     assert found <= expected <= 4 / 3 * found, (found, expected)
+
+
+@pytest.mark.parametrize("num_keys", [4097, 131072])
+def test_arithmetic_covers_keys_that_are_copied_for_a_library(num_keys: int) -> None:
+    """One layer after the other, and one prompt after the other; a short copy is smaller than what the MLP takes."""
+    rows = 512
+    tiling = replace(H100, library_rows=256, longest=num_keys)
+    none = np.zeros(0, np.int64)
+    prompt = LongPrompt(Segment(*[np.zeros(rows, np.int64)] * 3, np.arange(num_keys - rows), None, none), 0, META)
+    copied = prompt.keys.numel() * 2 * 8 * 128 * 2
+    assert LLAMA_8B.copied_keys(num_keys) == copied
+    with_copies, without = (
+        launched_bytes(LLAMA_8B, rows, 1, rows, each) for each in (tiling, replace(tiling, library_rows=0))
+    )
+    assert (with_copies - without > copied / 2) is (num_keys == 131072)
 
 
 def test_the_sizes_of_a_loaded_target_are_found() -> None:

@@ -235,9 +235,9 @@ def test_threads_that_come_late_change_nothing() -> None:
 
 
 def test_threads_end_with_what_they_help() -> None:
-    products = pytest.importorskip("eyas.kernels.cpu.products", reason="numba is not installed")
+    sharing = pytest.importorskip("eyas.kernels.cpu.sharing", reason="numba is not installed")
     before = set(threading.enumerate())
-    helpers = products.Helpers(2)
+    helpers = sharing.Helpers(2)
     mine = set(threading.enumerate()) - before
     assert len(mine) == 2
     del helpers
@@ -246,8 +246,8 @@ def test_threads_end_with_what_they_help() -> None:
 
 
 def test_a_helper_that_does_not_come_keeps_one_call() -> None:
-    products = pytest.importorskip("eyas.kernels.cpu.products", reason="numba is not installed")
-    helpers, caller, arrays = products.Helpers(1), threading.current_thread(), list[weakref.ref[np.ndarray]]()
+    sharing = pytest.importorskip("eyas.kernels.cpu.sharing", reason="numba is not installed")
+    helpers, caller, arrays = sharing.Helpers(1), threading.current_thread(), list[weakref.ref[np.ndarray]]()
     has_come, may_go = threading.Event(), threading.Event()
 
     def hold(array: np.ndarray, tickets: np.ndarray, num_threads: int) -> None:
@@ -269,27 +269,28 @@ def test_a_helper_that_does_not_come_keeps_one_call() -> None:
 @pytest.mark.parametrize("fails_here", [False, True])
 def test_a_thread_that_fails_ends_the_pass_of_all(fails_here: bool) -> None:
     """Both threads take a part, one fails with it, and the other one waits for both parts."""
-    products = pytest.importorskip("eyas.kernels.cpu.products", reason="numba is not installed")
-    helpers, caller, both = products.Helpers(1), threading.current_thread(), threading.Barrier(2)
-    passed, tickets = list[int](), np.zeros(2 * products.PHASE_SIZE, np.int64)
+    sharing = pytest.importorskip("eyas.kernels.cpu.sharing", reason="numba is not installed")
+    helpers, caller, both = sharing.Helpers(1), threading.current_thread(), threading.Barrier(2)
+    passed, tickets = list[int](), np.zeros(2 * sharing.PHASE_SIZE, np.int64)
 
     def fail(tickets: np.ndarray, num_threads: int) -> None:
-        products.next_part(tickets, 0)
+        sharing.next_part(tickets, 0)
         both.wait()
         if (threading.current_thread() is caller) is fails_here:
             raise MemoryError("no room")
-        products.finish_part(tickets, 0)
-        products.wait_for_parts(tickets, 0, 2)
-        passed.append(products.next_part(tickets, 1))
+        sharing.finish_part(tickets, 0)
+        sharing.wait_for_parts(tickets, 0, 2)
+        passed.append(sharing.next_part(tickets, 1))
 
     with pytest.raises(MemoryError, match="no room"):
         helpers.run(fail, tickets=tickets)
-    assert passed == [products.FAILED]  # the other thread has ended, and finds no part in later phases
+    assert passed == [sharing.FAILED]  # the other thread has ended, and finds no part in later phases
     rows, weight = torch.randn(4, 32), in_blocks(torch.randn(32, 32).half()).contiguous()
     expected, out = np.empty((4, 32), np.float32), np.empty((4, 32), np.float32)
     arguments = rows.numpy(), weight.data_ptr(), HALVES
+    products = pytest.importorskip("eyas.kernels.cpu.products")
     products.multiply_weight(*arguments, expected)
-    helpers.run(products.multiply_together, *arguments, out, tickets=np.zeros(products.PHASE_SIZE, np.int64))
+    helpers.run(products.multiply_together, *arguments, out, tickets=np.zeros(sharing.PHASE_SIZE, np.int64))
     assert np.array_equal(out, expected)
 
 
