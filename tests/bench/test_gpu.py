@@ -5,7 +5,6 @@ import json
 import sys
 import threading
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from eyas.config import TreeConfig
 from eyas.emulation.costs import DeviceCosts
 from eyas.models.backends.base import BackendPlan
 from eyas.models.backends.cuda import plan_backend
-from tests.support.devices.waits import NOTICE, WAIT, recorded_waits, waits_noted
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD = replace(llama_head(32, 48, 2), num_kv_heads=1, head_dim=16, vocab_size=64, draft_vocab_size=40, max_positions=128)
@@ -182,25 +180,6 @@ def test_a_device_that_hangs_leaves_a_report(tmp_path: Path, monkeypatch: pytest
     assert codes == [1]
     assert "| kernels | 60 rows | not run: the device hangs |" in text
     assert "| steps | not reached |" in text
-
-
-def test_the_first_look_for_waits_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every warning is one, as here."""
-    modes = list[str]()
-
-    def set_mode(mode: str) -> None:
-        modes.append(mode)
-        if len(modes) == 1:
-            warnings.warn(f"{NOTICE} and does not yet detect all synchronizing operations", stacklevel=1)
-
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    with waits_noted("error"):
-        assert modes == ["error"]
-    assert modes == ["error", "default"]
-    with recorded_waits() as waits:
-        for message in ("another warning", f"{WAIT} (somewhere)"):
-            warnings.warn(message, stacklevel=1)
-    assert waits == [f"{WAIT} (somewhere)"]
 
 
 def replace_heads(config: LlamaConfig) -> LlamaConfig:

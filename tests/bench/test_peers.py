@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import __main__ as peers
-from benchmarks.peers.__main__ import CONTENDERS, MEMORY, NAMES, START, Case, Contender, Measured, Measurements, Settings
+from benchmarks.peers.__main__ import CONTENDERS, NAMES, Case, Contender, Measured, Measurements, Settings
 from eyas.errors import ConfigError, Unavailable
 from tests.support.services.http_router import TOKENIZER
 
@@ -40,16 +40,6 @@ def test_prompts_are_of_equal_length_and_lookups_repeat() -> None:
     (repeated,) = prompts
     half = repeated[1 : 1 + (case.num_prompt - 1) // 2]
     assert repeated[1 + len(half) : 1 + 2 * len(half)] == half
-
-
-def test_the_table_has_each_library_in_each_case_with_its_ratio() -> None:
-    found = [Measured(name, f"{case}", repeat, 1.0 + place, 10.0) for place, name in enumerate(NAMES)
-             for case in SETTINGS.cases for repeat in (0, 1)]  # fmt: skip
-    found += [Measured(name, case, 0, 7.0, 0.0) for name in NAMES for case in (START, MEMORY)]
-    times, starts = peers.tables(SETTINGS, found)
-    assert len(times.rows) == len(NAMES) * len(SETTINGS.cases)
-    assert [row[3] for row in times.rows[: len(NAMES)]] == ["1.00", "1.00", "1.00", "4.00", "2.50", "6.00", "2.33", "2.67"]
-    assert [row[0] for row in starts.rows] == list(NAMES)
 
 
 @pytest.mark.nightly

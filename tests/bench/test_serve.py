@@ -8,7 +8,6 @@ from typer.testing import CliRunner
 
 from eyas.bench.serve import (
     DEFAULT_CONCURRENCY,
-    Percentiles,
     RequestTimes,
     ServeResults,
     ServeSettings,
@@ -127,12 +126,6 @@ def test_latencies_are_those_of_the_chunks() -> None:
     assert results.latencies["itl"].mean == pytest.approx(150)
     with pytest.raises(Unavailable, match="none of 1 requests was answered: no text came"):
         ServeResults.of(settings(), [RequestTimes(0.0)], 1.0)
-
-
-def test_percentiles_of_one_value_and_of_many() -> None:
-    assert set(Percentiles.of([3.0]).by_percent.values()) == {3.0}
-    found = Percentiles.of([float(number) for number in range(101)])
-    assert (found.mean, dict(found.by_percent)) == (50.0, {50: 50.0, 90: 90.0, 95: 95.0, 99: 99.0})
 
 
 def test_an_error_in_a_stream_is_the_requests() -> None:

@@ -68,23 +68,3 @@ def test_each_recipe_is_a_run(recipe: Path) -> None:
     config = load(TrainConfig, recipe, ["model=target", "data.path=data", "out=head"])
     assert (config.data.max_length, config.head.target_layer_ids or (1, 8, 17)) == (talks.WINDOW, (1, 8, 17))
     assert {recipe.stem} <= set(talks.METHODS.values())
-
-
-def test_a_report_has_tables_by_kind_and_curves(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    log = tmp_path / "work" / "heads" / "eagle3" / "log.jsonl"
-    log.parent.mkdir(parents=True)
-    steps = [
-        {"step": n, "num_tokens": 512 * n, "loss": 3 / n, "agreement_1": 0.1 * n, "tokens_per_second": 9.0} for n in (1, 2)
-    ]
-    log.write_text("".join(json.dumps(step) + "\n" for step in [*steps, {"step": 2, "tau_t0": 1.5}]))
-    tasks = [
-        {"task": kind, "speedup": {"median": speed}, "tau": tau}
-        for kind, speed, tau in (("qa", 1.5, 2.0), ("rag", 2.5, 3.0))
-    ]
-    score = {"method": "eagle3", "temperature": 0.0, "tasks": tasks, "identical": {"num_identical": 2, "num_outputs": 2}}
-    talks.publish({"auto": [score]}, tmp_path / "work", {"per_kind": 1}, tmp_path)
-    (page,) = tmp_path.glob("*-talks-*.md")
-    assert "| eagle3 | 2.00 | 2.50 | 1.50 / 2.00 | 2.50 / 3.00 | 2 of 2 |" in page.read_text()
-    assert "| eagle3 | 2 | 1024 | 3.00 | 1.50 | 0.15 | 0.15 | 9 |" in page.read_text()
-    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from benchmarks.scripts.virtual_rates import (
     best,
     cell_of,
     costs,
-    draw_apart,
     free,
     in_halves,
     serially,
@@ -65,17 +63,6 @@ def test_a_local_drafter_has_no_delay_and_the_best_tree() -> None:
 def test_a_one_pass_head_pays_once_for_all_levels() -> None:
     times = times_of("dspark", 0.1, "l40s", has_bend=False)
     assert times.draft_s(DEEP.steps[0]) == pytest.approx(0.2 * (1 + 2 / 24))
-
-
-def test_the_picture_has_a_panel_for_each_batch_and_temperature(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install -e '.[bench]'")
-    cells = [
-        [Cell("eagle3", t, batch, c, 0.03, mode, speedup=speedup) for mode, speedup in (("serial", 3.0), ("local", 4.0))]
-        for t in (0.0, 1.0) for batch in (1, 8) for c in (0.03, 0.1)
-    ]  # fmt: skip
-    draw_apart(cells, tmp_path / "apart.svg")
-    text = (tmp_path / "apart.svg").read_text(encoding="utf-8")
-    assert [f"{batch}, temperature {t}" in text for t in (0, 1) for batch in ("1 sequence", "8 sequences")] == [True] * 4
 
 
 @pytest.mark.parametrize(("verify_s", "draft_s", "delay"), [(1, 0.4, 0.0), (1, 1.7, 0.0), (1, 0.9, 0.2), (2, 0.1, 0.5)])

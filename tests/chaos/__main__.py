@@ -1,6 +1,4 @@
-"""`python -m tests.chaos`: a storm of faults, then an overload; writes a dated report with a chart of the gaps."""
-
-from __future__ import annotations
+"""`python -m tests.chaos`: a storm of faults, then an overload; writes a dated report."""
 
 import asyncio
 import logging
@@ -14,10 +12,9 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from eyas.bench.report import Report, Table, number
+from eyas.progress import progress
 from tests.chaos import overload
 from tests.chaos.answers import plain_answers
 from tests.chaos.faults import Injector
@@ -32,7 +29,6 @@ MAX_GAP_S, MIN_GOODPUT_RATIO = 2.0, 0.9
 # A request is refused if it has lost two verifiers, which two kills within a second or two can cause as well.
 KILLS_PER_BLAMED = 10
 VERIFIER_DEATH = "verifier kill -9"
-PLAIN_LINE_INTERVAL_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -74,33 +70,6 @@ class ChaosResult:
         return found
 
 
-class Screen:
-    """Shows a storm while it runs: bars on a terminal, a line twice a minute elsewhere."""
-
-    def __init__(self, settings: StormSettings) -> None:
-        self._settings = settings
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
-        self.progress = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty())
-        self._task: TaskID = self.progress.add_task("storm", total=1.0, note="")
-        self._next_line_s = 0.0
-
-    def update(self, seconds: float, counts: Counts, injector: Injector) -> None:
-        """Show the state at this time."""
-        shares = [
-            quota.done / quota.wanted for quota in (injector.verifier_kills, injector.drafter_kills) if quota.wanted
-        ] or [seconds / 60 / self._settings.minutes]
-        wrong, killed = counts.mismatch, (injector.verifier_kills.done, injector.drafter_kills.done)
-        note = (
-            f"{counts.num_requests} requests, {counts.num_tokens} tokens; wrong {wrong.num_wrong}, lost {wrong.num_lost}, "
-            f"doubled {wrong.num_doubled}, failed {counts.failures.total()}; killed {killed[0]} verifiers and {killed[1]} "
-            "drafters"
-        )
-        self.progress.update(self._task, completed=min(shares), note=note)
-        if self.progress.disable and seconds >= self._next_line_s:
-            self._next_line_s = seconds + PLAIN_LINE_INTERVAL_S
-            print(f"{seconds:.0f} s: {note}", file=sys.stderr, flush=True)
-
-
 def main(
     minutes: Annotated[float, typer.Option(help="Length of the storm, unless kills are asked for.")] = 3.0,
     seed: Annotated[int, typer.Option(help="Draws the models' requests, the faults and their order.")] = 0,
@@ -115,9 +84,15 @@ def main(
     torch.set_num_threads(1)
     logging.getLogger("eyas").setLevel(logging.ERROR)  # Redis is away again and again
     settings = StormSettings(minutes, seed, verifier_kills, drafter_kills, clients)
-    screen = Screen(settings)
-    with screen.progress:
-        stormed = storm(settings, logs := Path(tempfile.mkdtemp(prefix="eyas-chaos-")), screen.update)
+    with progress() as shown:
+
+        def update(seconds: float, counts: Counts, injector: Injector) -> None:
+            killed = injector.verifier_kills.done, injector.drafter_kills.done
+            note = f"{counts.num_requests} requests, {counts.num_tokens} tokens; {counts.mismatch}, "
+            note += f"failed {counts.failures.total()}; killed {killed[0]} verifiers and {killed[1]} drafters; seconds"
+            shown.show(note, seconds, 60 * minutes if verifier_kills is drafter_kills is None else 0.0)
+
+        stormed = storm(settings, logs := Path(tempfile.mkdtemp(prefix="eyas-chaos-")), update)
     load = OverloadSettings(overload_s, seed=seed)
     result = ChaosResult(stormed, run_overload(load) if overload_s else None)
     tables = [promises_table(result), storm_table(stormed), gaps_table(stormed), memory_table(stormed)]
@@ -126,13 +101,12 @@ def main(
     page = Report.here("chaos", "python -m tests.chaos", "cpu", {"storm": settings, "overload": load}, result, tables).write(
         out
     )
-    draw(stormed, page.with_suffix(".png"))
     print(page.read_text(encoding="utf-8"))
     if stormed.is_clean:
         shutil.rmtree(logs)
     else:
         print(*stormed.notes[:20], f"the logs are in {logs}", sep="\n")
-    print(f"written to {page}, {page.with_suffix('.json')} and {page.with_suffix('.png')}")
+    print(f"written to {page} and {page.with_suffix('.json')}")
     if broken := result.broken_promises():
         print("did not hold:", "; ".join(broken), file=sys.stderr)
         raise typer.Exit(1)
@@ -252,24 +226,6 @@ def _level_row(level: LoadLevel) -> tuple[str, ...]:
     other = ", ".join(f"{status} {num}" for status, num in level.other_failures.items()) or "none"
     ends = (other, f"{level.num_wrong}", number(level.goodput), f"{level.p99_refusal_s:.3f}")
     return (number(level.requests_per_s), *map(str, counts), *ends)
-
-
-def draw(result: StormResult, path: Path) -> None:
-    """Draw the longest and the median gap of every fault. Needs matplotlib, of the extra `bench`."""
-    from matplotlib.figure import Figure
-
-    gaps = sorted(result.gaps, key=lambda gap: gap.longest_s)
-    figure = Figure(figsize=(8, 1 + 0.28 * len(gaps)), layout="constrained")
-    axes = figure.subplots()
-    places = range(len(gaps))
-    axes.barh(places, [gap.longest_s for gap in gaps], color="tab:blue", alpha=0.4, label="longest")
-    axes.barh(places, [gap.p99_s for gap in gaps], color="tab:blue", alpha=0.5, label="p99")
-    axes.barh(places, [gap.p50_s for gap in gaps], color="tab:blue", label="median")
-    axes.axvline(MAX_GAP_S, color="black", linewidth=0.8, linestyle="--")
-    axes.set_yticks(places, [f"{gap.fault} ({gap.num})" for gap in gaps], fontsize=8)
-    axes.set_xlabel("longest wait of a client for its next chunk, per fault, s")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

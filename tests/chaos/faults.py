@@ -4,8 +4,6 @@ At any time at least one verifier works without a fault, so that every failed re
 verifiers come one after the other; those on drafters, Redis and connections come beside them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """A fleet on loopback: Redis, a router, verifiers and draft services, each behind a proxy, and what may be done to each."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

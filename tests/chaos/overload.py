@@ -4,8 +4,6 @@ Every step waits for a draft tree over a slow connection, as it would wait for a
 is one of time and slots, not of this machine's processors, on which the clients run too.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

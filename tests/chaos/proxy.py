@@ -4,8 +4,6 @@ Damage must be noticed by the peers, or it is no fault of a connection but anoth
 so any byte may be wrong. The protocol of Redis has no checksum, so only the first byte of a message is made impossible.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import socket

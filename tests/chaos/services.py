@@ -4,8 +4,6 @@ A child runs the `main` of its service with a config of its own, as `python -m e
 interpreter. It ends with the fork server, and that ends with this process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import math

@@ -113,15 +113,20 @@ async def test_a_retried_answer_that_differs_is_an_error(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "error"),
-    [(Script(TOKENS, fails_after=0), Unavailable), (Script(TOKENS, breaks_after=1), RequestFailed)],
+    ("script", "error", "num_calls"),
+    [
+        (Script(TOKENS, fails_after=0), Unavailable, 3),
+        (Script(TOKENS, breaks_after=1), RequestFailed, 1),
+        (Script(TOKENS, fails_after=0, status=StatusCode.RESOURCE_EXHAUSTED, pushback=60_000), Overloaded, 1),
+    ],
+    ids=["stays", "breaks", "a wait beyond the budget"],
 )
-async def test_a_failure_that_stays_is_raised(url: str, script: Script, error: type[EyasError]) -> None:
+async def test_a_failure_that_stays_is_raised(url: str, script: Script, error: type[EyasError], num_calls: int) -> None:
     retry = replace(QUICK, max_attempts=3)
     async with worker(url, script) as address:
         with Client(address, retry=retry) as client, pytest.raises(error):
             await asyncio.to_thread(list, client.stream(PROMPT, GREEDY))
-    assert len(script.calls) == (3 if error is Unavailable else 1)
+    assert len(script.calls) == num_calls
 
 
 @pytest.mark.parametrize(
@@ -143,14 +148,6 @@ def test_a_request_ends_with_its_time(url: str, script: Script) -> None:
         return len(script.calls) == 1
 
     assert any(asyncio.run(reaches_the_router(timeout_s)) for timeout_s in (0.3, 3.0, 30.0))
-
-
-async def test_a_pushback_beyond_the_budget_is_not_waited_for(url: str) -> None:
-    script = Script(TOKENS, fails_after=0, status=StatusCode.RESOURCE_EXHAUSTED, pushback=60_000)
-    async with worker(url, script) as address:
-        with Client(address, retry=QUICK) as client, pytest.raises(Overloaded):
-            await asyncio.to_thread(list, client.stream(PROMPT, GREEDY))
-    assert len(script.calls) == 1
 
 
 async def test_a_refused_request_is_not_retried(url: str) -> None:

@@ -3,8 +3,6 @@
 Each client has an environment of its own, which is kept. A client that cannot be installed is reported with the reason.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Weights lie on huge pages where the kernel grants them, and keep their values."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from pathlib import Path

@@ -15,6 +15,7 @@ import pytest
 
 from eyas.services.local.cluster import free_port
 from tests.support.services.forks import Popen
+from tests.support.tiers import nightly
 
 # A drafter without a model, for tests of processes only.
 SETTINGS = (
@@ -101,9 +102,7 @@ def test_a_second_ctrl_c_leaves_nothing_behind_either(tmp_path: Path) -> None:
         until_closed(ports)
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [pytest.param(signal.SIGINT, 0, marks=pytest.mark.nightly), (signal.SIGKILL, -9)]
-)
+@pytest.mark.parametrize(("number", "status"), [nightly(signal.SIGINT, 0), (signal.SIGKILL, -9)])
 def test_the_cluster_ends_with_its_owner(tmp_path: Path, number: signal.Signals, status: int) -> None:
     if number is signal.SIGKILL and sys.platform != "linux":
         pytest.skip("children learn of a killed parent on Linux only")

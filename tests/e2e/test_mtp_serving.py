@@ -14,6 +14,7 @@ from eyas.services.local.serve import plan
 from tests.support import reference
 from tests.support.services.forks import forked_services
 from tests.support.services.grpc_client import generate
+from tests.support.tiers import nightly
 from tests.support.tiny import write_spelling_tokenizer
 from tests.support.tiny_mtp import write_mtp
 
@@ -21,7 +22,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True, seed=0)
 SETTINGS = ("verifier.draft_client.draft_timeout_s=30", "verifier.engine.draft_budget=fixed")
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("family", [nightly("glm4_moe"), "qwen3_5_text"])
 def test_the_default_is_a_draft_service_with_the_targets_module(family: str, tmp_path: Path) -> None:
     folder = write_mtp(tmp_path / "target", family, agrees=True)
     write_spelling_tokenizer(Path(folder))

@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -86,11 +87,12 @@ async def running(engine: Engine, **options: Any) -> AsyncIterator[AsyncEngine]:
 
 async def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
     """A slow reader gets what was kept, then Overloaded; a request that continues from there gives the rest."""
-    engine = engine_of(target)
+    engine, unbounded = engine_of(target), partial(running, engine_of(target))
     request = replace(request_of("slow"), sampling=SamplingParams(48, temperature=0.8, seed=7, ignore_eos=True, logprobs=5))
 
-    async with running(engine, max_unread_bytes=2**15) as loop:
+    async with unbounded() as loop:
         whole = tokens_of(await collect(loop, replace(request, id="whole")))
+    async with running(engine, max_unread_bytes=2**15) as loop:
         kept: list[Chunk] = []
 
         async def read_late() -> None:
@@ -101,12 +103,13 @@ async def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
 
         with pytest.raises(Overloaded, match="read too slowly"):
             await read_late()
-        assert sum(chunk.num_bytes for chunk in kept[1:]) <= 2**14
-        tokens = tokens_of(kept)
-        assert tokens == whole[: len(tokens)]
-        assert 1 < len(tokens) < len(whole)
-        rest = replace(request, id="rest", prompt_ids=(*PROMPT, *tokens), num_emitted=len(tokens))
-        rest = replace(rest, sampling=replace(request.sampling, max_tokens=48 - len(tokens)))
+    assert sum(chunk.num_bytes for chunk in kept[1:]) <= 2**14
+    tokens = tokens_of(kept)
+    assert tokens == whole[: len(tokens)]
+    assert 1 < len(tokens) < len(whole)
+    rest = replace(request, id="rest", prompt_ids=(*PROMPT, *tokens), num_emitted=len(tokens))
+    rest = replace(rest, sampling=replace(request.sampling, max_tokens=48 - len(tokens)))
+    async with unbounded() as loop:
         assert tokens + tokens_of(await collect(loop, rest)) == whole
 
 

@@ -29,6 +29,7 @@ from eyas.protocol.tree import DraftTree
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.families import FAMILIES, VOCAB, config_of, write_model
 from tests.support.runs import outputs_of, run
+from tests.support.tiers import nightly
 from tests.support.tiny import DEMO, fixed_config
 
 ROWS = 8
@@ -75,7 +76,7 @@ def tree_logits(runner: ModelRunner, tree: DraftTree, prefix: list[int], slots: 
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
+@pytest.mark.parametrize("name", ["llama-3", "gemma-2", nightly("phi-3")])
 def test_chunks_and_trees_change_no_bit(name: str, dtype: str, tmp_path: Path) -> None:
     target = load_family(tmp_path, name, dtype)
     runner, slots = runner_of(target), np.random.default_rng(1).permutation(400)
@@ -107,7 +108,7 @@ def test_a_mode_without_batches_says_why(
 
 
 @pytest.mark.parametrize(("stored", "dtype"), [("bfloat16", "float32"), ("float32", "float32"), ("float32", "bfloat16")])
-@pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
+@pytest.mark.parametrize("name", ["llama-3", "gemma-2", nightly("phi-3")])
 def test_the_cpu_keeps_batches_and_bits(
     name: str, stored: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +136,7 @@ def test_the_cpu_keeps_batches_and_bits(
     assert len(passes) == 1
 
 
-@pytest.mark.parametrize("name", ["llama-3", "gemma-2", "phi-3"])
+@pytest.mark.parametrize("name", ["llama-3", "gemma-2", nightly("phi-3")])
 def test_the_fixed_runner_agrees_with_the_fast_one(name: str, tmp_path: Path) -> None:
     target, slots = load_family(tmp_path, name, "float32"), np.random.default_rng(1).permutation(400)
     fast = ModelRunner(target, KVCache(400, target.kv_shapes, 0, target.dtype, target.device), None)

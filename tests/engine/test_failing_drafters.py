@@ -13,8 +13,10 @@ from eyas.protocol.commit import Commit
 from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts
 from tests.support.methods import CLASSES_OF_DRAFTERS
 from tests.support.runs import assert_plain, run
+from tests.support.tiers import nightly
 
 FAILS_AT = 3  # calls
+DAILY = ("eagle3-ahead", "medusa", "suffix", "lookahead", "dspark+prompt_lookup")
 
 
 def requests(count: int, name: str = "r", max_tokens: int = 14) -> list[Request]:
@@ -43,7 +45,7 @@ def failing(drafter: LocalDrafter, place: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("name", "place"),
     [
-        *((name, "propose") for name in CLASSES_OF_DRAFTERS),
+        *((name, "propose") if name in DAILY else nightly(name, "propose") for name in CLASSES_OF_DRAFTERS),
         ("eagle3", "request"),
         ("suffix", "answers"),
         ("eagle3", "release"),

@@ -1,7 +1,5 @@
 """Work for a request does not grow with the number of those that wait. Calls are counted, not seconds."""
 
-from __future__ import annotations
-
 import gc
 import random
 import sys

@@ -1,7 +1,5 @@
 """Reasoning with a budget of tokens, in outputs that must match a grammar: drafts change no token."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -14,6 +12,7 @@ from eyas.text.tokenizer import load_tokenizer
 from tests.engine.test_structured_outputs import RECORD, make_engine, shared_engine, target, text_of, tokens_of
 from tests.support.bad_drafters import KnowingDrafter
 from tests.support.runs import run
+from tests.support.tiers import nightly
 
 __all__ = ["target"]  # a fixture
 
@@ -91,7 +90,9 @@ def test_a_reasoning_ends_where_the_grammar_lets_it(temperature: float, target: 
     assert without == {name: outputs[name] for name in without}
 
 
-@pytest.mark.parametrize(("num_emitted", "name"), [(1, "eagle3"), (4, "prompt_lookup"), (9, "random"), (11, "eagle3")])
+@pytest.mark.parametrize(
+    ("num_emitted", "name"), [nightly(1, "eagle3"), (4, "prompt_lookup"), nightly(9, "random"), (11, "eagle3")]
+)
 def test_a_budget_counts_what_another_verifier_wrote(num_emitted: int, name: str, target: str, tiny_head: str) -> None:
     whole = plain(target, 0.8)
     moved = [

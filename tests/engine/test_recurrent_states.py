@@ -27,13 +27,15 @@ from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
 from tests.support.methods import KINDS_OF_DRAFTS, Case
 from tests.support.runs import outputs_of, run, stats_of
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import fixed_config, shared_target
 
 RNG = np.random.default_rng(1)
 LONG = RNG.integers(3, 48, 90).tolist()
 # The fourth leaves the third after 60 tokens, the fifth is the third again.
 PROMPTS = [[5, 9, 11], RNG.integers(3, 48, 37).tolist(), LONG, [*LONG[:60], 7, 8, 9], LONG]
-KINDS = ("qwen3_5_text", "falcon_h1", pytest.param("jamba", marks=pytest.mark.nightly))
+KINDS = ("qwen3_5_text", "falcon_h1", nightly("jamba"))
+DAILY = ("dspark", "eagle1", "eagle3-ahead", "hydra-prefix", "sps", "suffix", "rest", "lookahead")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -71,7 +73,7 @@ def test_deep_trees_are_accepted_and_change_nothing(folder: str, target: TargetM
     assert stats_of(chunks).acceptance_length > 2
 
 
-@pytest.mark.parametrize("temperature", [0.8, 1.1])
+@pytest.mark.parametrize("temperature", [0.8, nightly(1.1)])
 def test_drafted_output_is_plain_output(temperature: float, target: TargetModel) -> None:
     asked = requests(temperature=temperature)
     plain, drafted = (outputs_of(run(engine_of(target, d), asked)) for d in (None, RandomDrafter(48)))
@@ -86,7 +88,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_model(tmp_path_factory.mktemp("deep"), config_of("qwen3_5_text", **settings))
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS_OF_DRAFTS if not name.startswith("mtp")])
+@pytest.mark.parametrize("name", tiered([name for name in KINDS_OF_DRAFTS if not name.startswith("mtp")], DAILY))
 def test_every_method_drafts_for_a_recurrent_target(name: str, deep: str, tiny_head: str) -> None:
     """Modules of such targets have tests of their own."""
     store = Path(deep, "outputs")

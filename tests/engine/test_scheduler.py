@@ -14,19 +14,11 @@ from eyas.errors import InvalidRequest, Overloaded
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted
+from tests.support.clock import Clock
 from tests.support.strategies import outputs_of
 from tests.support.toy_engine import largest_budgets
 
 EOS = 1
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def make_scheduler(nodes: int = 4, clock: Callable[[], float] = time.monotonic, **limits: float) -> Scheduler:
@@ -53,29 +45,6 @@ def step(scheduler: Scheduler, tokens: tuple[int, ...] = (20,)) -> list[Chunk]:
 
 def chain(budget: TreeBudget, tokens: tuple[int, ...]) -> DraftTree:
     return DraftTree.chain((0, *tokens[: budget.max_depth][: len(tokens) - 1]))
-
-
-def test_a_prompt_is_prefilled_in_chunks_of_the_budget() -> None:
-    scheduler = make_scheduler(max_prefill_tokens=3)
-    scheduler.add(request("a", prompt=7))
-    sizes = []
-    for _ in range(3):
-        works = scheduler.schedule([])
-        sizes.append([len(work.slots) for work in works])
-        scheduler.commit(works, outputs_of([output(works[0], (20,))]))
-    assert sizes == [[3], [3], [1]]
-
-
-def test_decode_rows_ride_along_with_a_long_prompt() -> None:
-    scheduler = make_scheduler(max_prefill_tokens=3)
-    scheduler.add(request("short", prompt=2))
-    step(scheduler)
-    scheduler.add(request("long", prompt=9))
-    works = scheduler.schedule([DraftReply(scheduler.running[0], DraftTree.chain((20, 5, 6)), 0, 0)])
-    assert [(work.sequence.request.id, work.tree is None, len(work.slots)) for work in works] == [
-        ("short", False, 3),
-        ("long", True, 3),
-    ]
 
 
 def test_a_request_waits_for_the_slots_of_its_next_steps() -> None:

@@ -1,7 +1,5 @@
 """Output that must match a grammar: with any drafter, the tokens are those of plain constrained decoding."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -35,6 +33,7 @@ from tests.support.bad_drafters import RandomDrafter
 from tests.support.corpora import write_datastore
 from tests.support.methods import KINDS_OF_DRAFTS, Case
 from tests.support.runs import run
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import fixed_config, shared_target, write_spelling_tokenizer, write_target
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
@@ -73,10 +72,7 @@ CONSTRAINTS: Mapping[str, StructuredOutputs | None] = {
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 # Kinds of drafts; nightly also the methods that draft as one of these does.
 DAILY = ("eagle3", "eagle3-ahead", "dspark", "medusa", "sps", "prompt_lookup", "lookahead", "eagle3+lookahead")
-METHODS = (
-    *(pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in KINDS_OF_DRAFTS),
-    "random",
-)
+METHODS = (*tiered(KINDS_OF_DRAFTS, DAILY), "random")
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +168,7 @@ def test_a_step_in_parts_follows_each_grammar_once(target: str, monkeypatch: pyt
     assert not twice
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 1.6])
+@pytest.mark.parametrize("temperature", [0.0, nightly(0.7), 1.0, nightly(1.6)])
 def test_whole_outputs_match_their_constraints(temperature: float, target: str) -> None:
     found = {name: text_of(target, tokens) for name, tokens in plain_outputs(target, temperature).items()}
     ended = {name for name, tokens in plain_outputs(target, temperature).items() if tokens[-1] == 1} - {"free"}
@@ -210,7 +206,7 @@ def test_preempted_requests_go_on_with_the_same_tokens(name: str, target: str, t
     assert engine.scheduler.num_preemptions > 0
 
 
-@pytest.mark.parametrize("num_emitted", [1, 3, 7])
+@pytest.mark.parametrize("num_emitted", [nightly(1), 3, nightly(7)])
 def test_a_request_moves_to_another_engine_at_any_token(num_emitted: int, target: str, tiny_head: str) -> None:
     outputs = {name: tokens for name, tokens in plain_outputs(target, 1.0).items() if len(tokens) > num_emitted}
     assert {"regex", "tree"} <= outputs.keys()
@@ -327,7 +323,7 @@ def hostile_request(number: int) -> Request:
     return Request("hostile", (5, 9, 17), sampling)
 
 
-@pytest.mark.parametrize("name", ["none", "random"])
+@pytest.mark.parametrize("name", [nightly("none"), "random"])
 def test_a_late_mask_ends_its_own_request_only(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_manager, "STEP_SECONDS", 0.02)
     engine = make_engine(target, RandomDrafter(48) if name == "random" else None)

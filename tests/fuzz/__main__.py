@@ -1,7 +1,5 @@
 """`python -m tests.fuzz`: malformed messages over every gRPC method and HTTP route; writes a dated report."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import shutil
@@ -11,16 +9,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from eyas.bench.report import Report, Table, number
+from eyas.progress import progress
 from tests.fuzz.servers import running_services
-from tests.fuzz.storm import REST_S, WARM_UP_SHARE, FuzzResult, FuzzSettings, storm
+from tests.fuzz.storm import FuzzResult, FuzzSettings, storm
 from tests.support.memory import FEW_PRODUCTS
-
-MAX_GROWTH_MIB = 16.0  # as in the storm of faults
-LINE_INTERVAL = 2
 
 
 def broken_promises(result: FuzzResult) -> list[str]:
@@ -29,11 +23,9 @@ def broken_promises(result: FuzzResult) -> list[str]:
     if result.num_wrong:
         found.append(f"{result.num_wrong} of {result.num_probes} valid requests had other tokens than plain decoding")
     found += [f"an unexpected exception in a log: {line}" for line in sorted(set(result.tracebacks))]
-    found += [
+    return found + [
         f"{role} still holds {count} requests, sequences or sessions" for role, count in result.unreturned.items() if count
     ]
-    grown = {role: result.growth(role) for role in result.at_rest}
-    return found + [f"{role} grew by {mib:.1f} MiB" for role, mib in grown.items() if mib > MAX_GROWTH_MIB]
 
 
 def main(
@@ -51,23 +43,15 @@ def main(
     """
     os.environ |= FEW_PRODUCTS  # read by the services
     settings = FuzzSettings(messages, at_once, seed, only)
-    columns = (TextColumn("messages"), BarColumn(), TextColumn("{task.completed}; {task.fields[note]}"), TimeElapsedColumn())
     folder = Path(tempfile.mkdtemp(prefix="eyas-fuzz-"))
-    with (
-        Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
-        running_services(folder) as services,
-    ):
-        task = progress.add_task("messages", total=messages, note="")
+    with progress() as shown, running_services(folder) as services:
 
         def update(result: FuzzResult) -> None:
-            memory = ", ".join(f"{role} {samples[-1][1]:.0f} MiB" for role, samples in result.memory.items())
-            note = f"{result.num_findings} findings, {result.num_wrong} of {result.num_probes} answers wrong; {memory}"
-            progress.update(task, completed=result.num_messages, note=note)
-            if progress.disable and len(result.memory["router"]) % LINE_INTERVAL == 0:
-                print(f"{result.num_messages} messages; {note}", *result.findings, sep="\n", file=sys.stderr, flush=True)
+            note = f"{result.num_findings} findings, {result.num_wrong} of {result.num_probes} answers wrong; messages"
+            shown.show(note, result.num_messages, messages)
 
         result = asyncio.run(storm(services, settings, update))
-    tables = [promises_table(result), *answers_tables(result), *memory_tables(result)]
+    tables = [promises_table(result), answers_table(result)]
     Report.here("fuzz", "python -m tests.fuzz", "cpu", settings, result, tables).publish(out)
     if broken := broken_promises(result):
         print("did not hold:", *broken, f"the logs are in {folder}", sep="\n  ", file=sys.stderr)
@@ -77,7 +61,6 @@ def main(
 
 def promises_table(result: FuzzResult) -> Table:
     """What was promised, and whether it held."""
-    growth = max((result.growth(role) for role in result.at_rest), default=None)
     rows = (
         ("malformed messages", "", f"{result.num_messages} in {number(result.seconds)} s"),
         ("crashes", "0", "0"),
@@ -85,11 +68,6 @@ def promises_table(result: FuzzResult) -> Table:
         ("unexpected exceptions in the logs", "0", f"{len(result.tracebacks)}"),
         ("valid requests with wrong tokens", "0", f"{result.num_wrong} of {result.num_probes}"),
         ("requests, sequences and sessions left behind", "0", f"{sum(result.unreturned.values())}"),
-        (
-            f"growth of memory at rest after {WARM_UP_SHARE:.0%} of the messages",
-            f"<= {MAX_GROWTH_MIB:g} MiB",
-            "not judged" if growth is None else f"{growth:.1f} MiB",
-        ),
         ("longest standstill of the client itself", "", f"{result.standstill:.1f} s"),
         ("bytes of log per message", "", f"{result.log_bytes / max(1, result.num_messages):.1f}"),
     )
@@ -97,7 +75,7 @@ def promises_table(result: FuzzResult) -> Table:
     return Table("Promises", ("promise", "bound", "measured"), rows, note)
 
 
-def answers_tables(result: FuzzResult) -> list[Table]:
+def answers_table(result: FuzzResult) -> Table:
     """The answers by method and route."""
     rows = [
         (what, f"{counter.total()}", ", ".join(f"{status} {count}" for status, count in counter.most_common()))
@@ -105,30 +83,9 @@ def answers_tables(result: FuzzResult) -> list[Table]:
     ]
     note = (
         "A message is valid but for one to three changed fields, or bytes that are no message. OK: the change does no "
-        "harm, or a stream went on without what was malformed. HTTP/2 frames are damaged below gRPC; its library answers."
+        "harm, or a stream went on without what was malformed."
     )
-    return [Table("Answers", ("method or route", "messages", "answers"), tuple(rows), note)]
-
-
-def memory_tables(result: FuzzResult) -> list[Table]:
-    """Memory of the services, under load and at rest."""
-    num_samples = min(len(samples) for samples in result.memory.values())
-    places = [num_samples * part // 8 for part in range(8)]
-    rows = [
-        (role, *(f"{samples[place][1]:.0f}" for place in places), f"{samples[-1][1]:.0f}", f"{result.slope(role):+.1f}")
-        for role, samples in result.memory.items()
-    ]
-    note = (
-        "Anonymous memory in MiB at equal distances from the first message to the last, and the slope of the second half "
-        "for 100,000 messages, by least squares. It holds what was freed and has not yet gone back to the system."
-    )
-    loaded = Table("Memory", ("service", *(f"{part}/8" for part in range(8)), "8/8", "slope"), tuple(rows), note)
-    if not result.at_rest:
-        return [loaded]
-    counts = [f"{count:,}" for count, _ in next(iter(result.at_rest.values()))]
-    rested = tuple((role, *(f"{mib:.0f}" for _, mib in samples)) for role, samples in result.at_rest.items())
-    note = f"Anonymous memory in MiB by number of messages, when nothing was sent for {REST_S:g} s."
-    return [loaded, Table("Memory at rest", ("service", *counts), rested, note)]
+    return Table("Answers", ("method or route", "messages", "answers"), tuple(rows), note)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 Routes and schemas come from the application's OpenAPI document, so that new routes and fields are covered by themselves.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import random

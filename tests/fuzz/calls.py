@@ -1,7 +1,5 @@
 """Malformed calls of every gRPC method: what is sent, and which status comes back."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ Only a descriptor and valid examples are needed, so that new fields and messages
 draws from the generator that it is given: a seeded one in a storm, hypothesis' own in a property test.
 """
 
-from __future__ import annotations
-
 import random
 import struct
 from collections.abc import Sequence

@@ -1,9 +1,6 @@
 """The services under fuzzing: a draft service, a verifier and a router each a process, with tiny random models."""
 
-from __future__ import annotations
-
 import json
-import os
 import shutil
 import time
 import urllib.request
@@ -52,10 +49,6 @@ class Services:
         """Raises Unavailable with the reason if a process has ended."""
         for child in self.all.values():
             child.check()
-
-    def memory(self) -> dict[str, float]:
-        """Anonymous resident memory of each process in MiB; Linux only."""
-        return {role: _anonymous(child.process.pid) for role, child in self.all.items()}
 
     def log_bytes(self) -> int:
         """What all of them have written into their logs."""
@@ -142,11 +135,6 @@ def _has_drafter(http: str) -> bool:
         models = json.load(response)["models"]
         return bool(models.get("tiny", {}).get("drafters"))
     return False
-
-
-def _anonymous(pid: int) -> float:
-    resident, shared = (int(word) for word in Path(f"/proc/{pid}/statm").read_text().split()[1:3])
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def _exception(lines: Sequence[str], at: int) -> str:

@@ -1,9 +1,6 @@
 """Malformed bytes on sockets: HTTP/1.1 requests, and HTTP/2 frames below gRPC."""
 
-from __future__ import annotations
-
 import asyncio
-import random
 import re
 import struct
 from collections.abc import Sequence
@@ -18,7 +15,7 @@ from tests.fuzz.servers import SECRET
 PATIENCE_S, TIMEOUT_S = 0.5, 120.0
 LARGE_BYTES, NO_ANSWER = 2**16, "no answer to a complete request"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = 0, 1, 3, 4, 5, 6, 7, 8, 9
+DATA, HEADERS, SETTINGS = 0, 1, 4
 END_STREAM, END_HEADERS = 1, 4
 GRPC_STATUS = re.compile(rb"grpc-status.(\d+)", re.DOTALL)  # a literal: the first status of a connection
 STATUS_NAMES = {
@@ -135,46 +132,6 @@ def call_frames(address: str, path: bytes, message: bytes) -> list[bytes]:
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     """An HTTP/2 frame."""
     return struct.pack(">I", len(payload))[1:] + struct.pack(">BBI", kind, flags, stream) + payload
-
-
-def damaged(frames: Sequence[bytes], rng: random.Random) -> list[bytes]:
-    """The frames with one kind of damage."""
-    *before, headers, data = frames
-    payload, what = data[9:], rng.randrange(12)
-    if what == 0:  # truncated anywhere
-        whole = b"".join(frames)
-        return [whole[: rng.randrange(len(whole))]]
-    if what == 1:  # a message shorter or longer than its prefix says
-        length = rng.choice((0, 1, len(payload), 2**24, 2**31, 2**32 - 1))
-        data = frame(DATA, END_STREAM, 1, payload[:1] + struct.pack(">I", length) + payload[5:])
-    elif what == 2:  # a compressed message without compression, or no such flag
-        data = frame(DATA, END_STREAM, 1, bytes([rng.choice((1, 2, 255))]) + payload[1:])
-    elif what == 3:  # no message, or only a part of its prefix
-        data = frame(DATA, END_STREAM, 1, payload[: rng.randrange(6)])
-    elif what == 4:  # two messages
-        data = frame(DATA, END_STREAM, 1, payload + payload)
-    elif what == 5:  # a flipped bit anywhere behind the preface
-        flipped = bytearray(headers + data)
-        flipped[rng.randrange(len(flipped))] ^= 1 << rng.randrange(8)
-        return [*before, bytes(flipped)]
-    elif what == 6:  # the same stream again, or one of the server's
-        data += frame(HEADERS, END_HEADERS | END_STREAM, rng.choice((0, 1, 2, 2**31 - 1)), headers[9:])
-    elif what == 7:  # control frames of wrong sizes and values
-        kind = rng.choice((SETTINGS, PING, WINDOW_UPDATE, RST_STREAM, GOAWAY, PUSH_PROMISE, CONTINUATION, 11, 255))
-        extra = rng.randbytes(rng.choice((0, 1, 4, 5, 6, 8, 9)))
-        headers = frame(kind, rng.choice((0, 1, 4)), rng.choice((0, 1)), extra) + headers
-    elif what == 8:  # headers that are no HPACK, or other headers
-        bad = rng.choice((b"\xff" * 40, b"\x80", _header(b"grpc-timeout", b"9x"), _header(b"grpc-encoding", b"zip")))
-        headers = frame(HEADERS, END_HEADERS, 1, rng.choice((b"", headers[9:])) + bad)
-    elif what == 9:  # many or large headers
-        more = _header(b"x", b"a" * 100) * rng.choice((1, 100, 2000))
-        headers = frame(HEADERS, END_HEADERS, 1, headers[9:] + more)[: 2**24]
-    elif what == 10:  # no end of the stream, and in pieces
-        pieces = (frame(DATA, 0, 1, payload[at : at + 3]) for at in range(0, min(len(payload), 300), 3))
-        data = b"".join(pieces)
-    else:  # bytes of no protocol
-        return [rng.randbytes(rng.randrange(100))]
-    return [*before, headers, data]
 
 
 def _header(name: bytes, value: bytes) -> bytes:

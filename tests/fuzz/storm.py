@@ -1,7 +1,5 @@
 """Many malformed messages against running services: which answers they get, and what they cost."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json
@@ -14,13 +12,11 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from statistics import linear_regression
 from typing import Any
 
 import grpc.aio
 from prometheus_client.parser import text_string_to_metric_families
 
-from eyas.services.lifecycle import TRIM_INTERVAL_S
 from eyas.v1 import generation_pb2, worker_pb2
 from tests.fuzz.bodies import Route, malformed_request, routes_of
 from tests.fuzz.calls import (
@@ -35,18 +31,12 @@ from tests.fuzz.calls import (
     malformed_call,
 )
 from tests.fuzz.servers import Services
-from tests.fuzz.sockets import NO_ANSWER, HttpConnection, call_frames, damaged, exchange_frames
+from tests.fuzz.sockets import NO_ANSWER, HttpConnection
 
-MEMORY_SAMPLES, NUM_PROMPTS = 100, 8
-# Memory is judged from here on. Before, caches fill: torch keeps something for every shape of a pass. And malloc keeps parts
-# of what the largest messages at once have taken; their largest sum comes late.
-WARM_UP_MESSAGES, WARM_UP_SHARE, NUM_RESTS = 20_000, 0.5, 10
-# Until a service that has nothing to do has given back what it freed.
-REST_S = TRIM_INTERVAL_S + 5
+NUM_PROMPTS = 8
 SETTLED_TIMEOUT_S, PROBE_INTERVAL_S = 60.0, 0.5
 MAX_FINDINGS = 200
-FRAMES = "HTTP/2 frames"
-Target = Method | Route | str
+Target = Method | Route
 # Shares of the calls by the ends of their paths; every other method and route has one. A call of Speculate is many messages.
 WEIGHTS = {
     "Generation/Generate": 12.0, "Draft/Speculate": 4.0, "Draft/Describe": 6.0, "/completions": 12.0, "/responses": 4.0,
@@ -96,11 +86,6 @@ class FuzzSettings:
     seed: int = 0
     only: str = ""
 
-    @property
-    def judges_memory(self) -> bool:
-        """Whether memory is measured at rest, now and then."""
-        return self.messages > 2 * WARM_UP_MESSAGES
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -116,9 +101,8 @@ class FuzzResult:
     """What happened.
 
     counts: messages by method or route and status. findings: the first broken promises. num_probes, num_wrong: valid
-    requests between the malformed ones, and those whose tokens differ from plain decoding. memory: samples of each
-    process under load as (messages, MiB); at_rest: the same while nothing was sent. unreturned: requests, sequences and
-    sessions left behind by role. tracebacks: exceptions in the logs. standstill: the longest time in which this process
+    requests between the malformed ones, and those whose tokens differ from plain decoding. unreturned: requests, sequences
+    and sessions left behind by role. tracebacks: exceptions in the logs. standstill: the longest time in which this process
     itself did nothing, in seconds; what then gets no answer in time says nothing about a service.
     """
 
@@ -131,8 +115,6 @@ class FuzzResult:
     num_probes: int = 0
     num_wrong: int = 0
     num_drafted: int = 0
-    memory: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
-    at_rest: dict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
     unreturned: dict[str, int] = field(default_factory=dict)
     tracebacks: list[str] = field(default_factory=list)
     log_bytes: int = 0
@@ -152,27 +134,11 @@ class FuzzResult:
             if len(self.findings) < MAX_FINDINGS:
                 self.findings.append(Finding(what, answer.status, answer.details[:2000]))
 
-    def add_memory(self, mibs: Mapping[str, float], is_at_rest: bool = False) -> None:
-        """Add a sample of each process."""
-        for role, mib in mibs.items():
-            (self.at_rest if is_at_rest else self.memory)[role].append((self.num_messages, mib))
-
     def add_lag(self, seconds: float) -> None:
         """Note how much later than asked this process went on."""
         self.standstill = max(self.standstill, seconds)
         if seconds > TIMEOUT_S / 2:
             self.stood_still_at = time.monotonic()
-
-    def growth(self, role: str) -> float:
-        """MiB gained at rest since the warm-up; 0 for runs without rests."""
-        samples = self.at_rest[role]
-        judged = [mib for count, mib in samples if count >= WARM_UP_SHARE * samples[-1][0]]
-        return judged[-1] - judged[0] if judged else 0.0
-
-    def slope(self, role: str) -> float:
-        """Growth in MiB for 100,000 messages, by least squares over the second half of the samples."""
-        messages, mibs = zip(*self.memory[role][len(self.memory[role]) // 2 :], strict=True)
-        return 1e5 * linear_regression(messages, mibs).slope if len(set(messages)) > 1 else 0.0
 
 
 class Client:
@@ -185,7 +151,7 @@ class Client:
         self.channels = channels
         self.methods = methods
         self.routes = routes_of(_open_api(services.http), EXAMPLES)
-        every: list[Target] = [*methods, *self.routes, FRAMES]
+        every: list[Target] = [*methods, *self.routes]
         targets = [target for target in every if only in _label(target)]
         self._targets = targets
         self._weights = list(itertools.accumulate(_weight(target) for target in targets))
@@ -209,12 +175,6 @@ class Client:
             if not (is_fine := is_http_fine(answer)):
                 answer = replace(answer, details=f"{answer.details} to {request.data!r}")
             result.add(_label(target), answer, is_fine)
-        elif isinstance(target, str):
-            method = rng.choice(self.methods)
-            address = self.services.all[method.role].address
-            frames = call_frames(address, method.path.encode(), rng.choice(method.examples))
-            answer = await exchange_frames(address, damaged(frames, rng))
-            result.add(f"{method.role} {FRAMES}", answer, True)
         else:
             for answer in await malformed_call(self.channels[target.role], target, rng):
                 result.add(target.label, answer, answer.is_fine)
@@ -248,17 +208,13 @@ def is_http_fine(answer: Answer) -> bool:
     return not answer.status.startswith("5") and answer.status != NO_ANSWER
 
 
-async def storm(  # noqa: C901  # tasks that share the state of a storm
+async def storm(
     services: Services, settings: FuzzSettings, update: Callable[[FuzzResult], object] = lambda result: None
 ) -> FuzzResult:
     """Send malformed messages until there are enough, or an interrupt; between them, compare valid requests with plain
     decoding."""
     result, started, interrupted = FuzzResult(), time.monotonic(), asyncio.Event()
-    sending, may_send = set[int](), asyncio.Event()
-    may_send.set()
     asyncio.get_running_loop().add_signal_handler(signal.SIGINT, interrupted.set)
-    later = range(settings.messages // NUM_RESTS, settings.messages, settings.messages // NUM_RESTS)
-    rests = [WARM_UP_MESSAGES, *(at for at in later if at > WARM_UP_MESSAGES)] if settings.judges_memory else []
     async with connected(services, settings.only) as client:
         prompts = [[5 + number, 6, 7 + number] for number in range(NUM_PROMPTS)]
         plain = [(await client.generate("verifier", prompt, "none"))[0] for prompt in prompts]
@@ -267,40 +223,17 @@ async def storm(  # noqa: C901  # tasks that share the state of a storm
             rng, connection = random.Random(settings.seed << 32 | number), HttpConnection(services.http)
             try:
                 while result.num_messages < settings.messages and not interrupted.is_set():
-                    await may_send.wait()
-                    sending.add(number)
                     await client.send(connection, rng, result)
-                    sending.discard(number)
             finally:
                 await connection.close()
 
         async def watch() -> None:
-            for number in range(1, MEMORY_SAMPLES + 1):
-                while result.num_messages < number * settings.messages / MEMORY_SAMPLES:
-                    await asyncio.sleep(0.02)
-                services.check()
-                result.add_memory(services.memory())
-                update(result)
-
-        async def rest() -> None:
-            may_send.clear()
-            while sending:
-                await asyncio.sleep(0.02)
-            await asyncio.sleep(REST_S)
-            result.add_memory(services.memory(), is_at_rest=True)
-            may_send.set()
-
-        async def rest_at_times() -> None:
-            for at in rests:
-                while result.num_messages < at:
-                    await asyncio.sleep(0.02)
-                await rest()
-
-        async def watch_lag() -> None:
             while True:
                 before = time.monotonic()
                 await asyncio.sleep(1)
                 result.add_lag(time.monotonic() - before - 1)
+                services.check()
+                update(result)
 
         async def compare() -> None:
             for number in itertools.count():
@@ -311,15 +244,12 @@ async def storm(  # noqa: C901  # tasks that share the state of a storm
                 await asyncio.sleep(PROBE_INTERVAL_S)
 
         async with asyncio.TaskGroup() as around:
-            beside = [around.create_task(work()) for work in (watch, rest_at_times, watch_lag, compare)]
+            beside = [around.create_task(work()) for work in (watch, compare)]
             async with asyncio.TaskGroup() as group:
                 for number in range(settings.at_once):
                     group.create_task(fire(number))
             for task in beside:
                 task.cancel()
-        result.add_memory(services.memory())
-        if rests:
-            await rest()
         result.seconds = time.monotonic() - started
         result.unreturned = await _unreturned(client)
         asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
@@ -356,12 +286,11 @@ def _label(target: Target) -> str:
     """Its name in a report."""
     if isinstance(target, Route):
         return f"router HTTP {target.method} {target.path}"
-    return target.label if isinstance(target, Method) else target
+    return target.label
 
 
 def _weight(target: Target) -> float:
-    path = target if isinstance(target, str) else target.path
-    return next((weight for end, weight in WEIGHTS.items() if path.endswith(end)), 1.0)
+    return next((weight for end, weight in WEIGHTS.items() if target.path.endswith(end)), 1.0)
 
 
 def _open_api(http: str) -> dict[str, Any]:

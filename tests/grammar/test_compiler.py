@@ -1,7 +1,5 @@
 """Grammars are compiled once, in bounded time, and followed token by token."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

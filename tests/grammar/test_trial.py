@@ -1,7 +1,5 @@
 """Grammars that end the process which compiles them, and what is left of them for an engine."""
 
-from __future__ import annotations
-
 import gc
 import json
 import signal

@@ -1,10 +1,8 @@
 """How the work of a function grows with the size of a client's input, in processor time of its thread.
 
 Every function that reads a client's text, schema, grammar, template, image part or tool definition has a `Reader` in one of
-the files beside this one. `python -m tests.growth` prints the exponent of each.
+the files beside this one.
 """
-
-from __future__ import annotations
 
 import gc
 import math
@@ -14,9 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
-
 from eyas.errors import EyasError
+from tests.support.tiers import nightly
 
 # Seconds that an input of the largest size may keep the event loop.
 LOOP_SECONDS = 0.05
@@ -71,7 +68,7 @@ def pairs(readers: Sequence[Reader]) -> list[Any]:
         turns = -(-len(reader.shapes) // DAILY_SHAPES)
         for place, shape in enumerate(reader.shapes):
             is_daily = place % turns == number % turns
-            found.append(pytest.param(reader, shape, marks=() if is_daily else pytest.mark.nightly))
+            found.append((reader, shape) if is_daily else nightly(reader, shape))
     return found
 
 

@@ -1,7 +1,5 @@
 """How the work of the router's listeners grows with what a client sends before its request is understood."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any

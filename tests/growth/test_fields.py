@@ -1,7 +1,5 @@
 """The work of reading names of fields and paths of requests grows no faster than n log n."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

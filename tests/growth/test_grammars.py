@@ -1,7 +1,5 @@
 """What reads a client's schemas, grammars, expressions, choices and structural tags grows no faster than n log n."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

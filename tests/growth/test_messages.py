@@ -1,7 +1,5 @@
 """How the work of router and verifier grows with the values of a request: ids, biases, digests, trace headers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """How the work of reading outputs grows with what a client makes a model write, and of bodies that become chats."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from functools import partial

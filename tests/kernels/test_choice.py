@@ -1,7 +1,5 @@
 """The seam at which kernels are chosen: both sides have the same functions."""
 
-from __future__ import annotations
-
 import inspect
 from types import ModuleType
 

@@ -31,6 +31,7 @@ from eyas.llm import LLM
 from eyas.models.checkpoint import resolve, target_fingerprint
 from eyas.models.supported import inspect_architecture
 from eyas.models.unpacking import end_ids, llama3_divisors, readable_kinds, smallest, unpack
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import write_head, write_target
 from tests.support.tiny_gguf import TEMPLATE, write_gguf
 
@@ -68,7 +69,7 @@ def greedy(llm: LLM, num_tokens: int = 24) -> list[int]:
     return list(output.outputs[0].token_ids)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tiered(KINDS, tuple(KINDS)[:2]))
 def test_tokens_are_those_of_transformers(kind: str, target: Path, tmp_path: Path) -> None:
     file = write_gguf(target, tmp_path / "tiny.gguf", kind)
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -86,7 +87,7 @@ def test_plain_file_equals_its_folder(target: Path, tmp_path: Path) -> None:
         assert greedy(of_file) == greedy(of_folder)
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.nightly), 0.8])
+@pytest.mark.parametrize("temperature", [nightly(0.0), 0.8])
 def test_a_head_drafts_for_a_file(temperature: float, file: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", 48, 24, 32)
     sampling = SamplingParams(temperature=temperature, max_tokens=24, seed=3)

@@ -1,7 +1,5 @@
 """How a checkpoint's weights are read on a CPU: one by one, exactly, and kept once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Hidden states that a pass collects: by hooks, or in the KV cache's slots by the kernel of all layers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import Mock
 

@@ -14,6 +14,7 @@ from typer.main import get_command
 from eyas import LLM
 from eyas.cli.main import app
 from tests.support.repository import ROOT, files, name
+from tests.support.tiers import nightly
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
@@ -105,7 +106,7 @@ def output(code: str) -> str:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [pytest.param(i, marks=pytest.mark.nightly if i else ()) for i in range(len(snippets()))])
+@pytest.mark.parametrize("number", [nightly(i) if i else i for i in range(len(snippets()))])
 def test_python_of_the_pages_runs_and_prints_what_they_show(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first with a check of the head, which takes longer than all else."""
     if number:

@@ -186,9 +186,7 @@ async def test_health_checks_hold_little_memory() -> None:
         async def is_open() -> bool:
             return (await stub.Check(health_pb2.HealthCheckRequest()).code()) is grpc.StatusCode.OK
 
-        async with asyncio.timeout(60):
-            while not await is_open():
-                await asyncio.sleep(0.01)
+        await until(is_open)
 
 
 async def test_an_address_has_a_maximum_of_connections() -> None:

@@ -1,7 +1,5 @@
 """Conversion to protobuf and back changes nothing."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

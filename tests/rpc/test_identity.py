@@ -1,7 +1,5 @@
 """Workers accept calls of services that have the shared token or an allowed certificate; health checks stay open."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace

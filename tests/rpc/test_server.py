@@ -1,7 +1,5 @@
 """Every server answers health checks and reflection, and maps errors to status codes."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import subprocess

@@ -21,6 +21,7 @@ from tests.support.bad_drafters import RandomDrafter
 from tests.support.methods import Case
 from tests.support.runs import assert_plain, chi_square_is_plausible, outputs_of, run, stats_of, tokens_of
 from tests.support.sampling_drafters import BigramDrafter, Disguised, bigram_logits
+from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config, shared_target, token_without_numbers, write_spelling_tokenizer, write_target
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=3, top_k=4)
@@ -30,10 +31,7 @@ FILTERED = replace(PARAMS, temperature=1.2, top_k=20, top_p=0.9)
 METHODS = ("eagle1", "eagle3", "peagle", "dspark", "dflash", "dflash2", "medusa", "hydra", "sps")
 ALL_DRAFTERS = (
     *("chain", "siblings-replaced", "eagle3", "dspark", "sps"),
-    *(
-        pytest.param(name, marks=pytest.mark.nightly)
-        for name in ("siblings", "eagle1", "peagle", "dflash", "dflash2", "medusa", "hydra")
-    ),
+    *map(nightly, ("siblings", "eagle1", "peagle", "dflash", "dflash2", "medusa", "hydra")),
 )
 # Whole and filtered probabilities for some; for the others one of them, as the code that filters is the same for all.
 DAILY_LAWS = (("eagle3", "whole"), ("siblings", "filtered"), ("siblings-replaced", "whole"), ("dspark", "whole"))
@@ -43,7 +41,7 @@ NIGHTLY_LAWS = (
     ("peagle", "filtered"), ("dflash", "filtered"), ("dflash2", "whole"),
     ("medusa", "filtered"), ("hydra", "whole"), ("sps", "filtered"),
 )  # fmt: skip
-LAWS = (*DAILY_LAWS, *(pytest.param(*law, marks=pytest.mark.nightly) for law in NIGHTLY_LAWS))
+LAWS = (*DAILY_LAWS, *(nightly(*law) for law in NIGHTLY_LAWS))
 # Requests whose tokens are counted.
 COUNT = 400
 
@@ -151,7 +149,7 @@ def constrained_marginals(target: str, params: SamplingParams) -> list[torch.Ten
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("siblings", marks=pytest.mark.nightly), "eagle3"])
+@pytest.mark.parametrize("name", [nightly("siblings"), "eagle3"])
 def test_constrained_tokens_follow_the_masked_target_probs(name: str, spelling_target: str, tiny_head: str) -> None:
     """`siblings` drafts tokens that the grammar rejects, a head none below the root."""
     engine, count = engine_of(name, spelling_target, tiny_head), 200

@@ -1,7 +1,5 @@
 """The log of a process, caught as it is written."""
 
-from __future__ import annotations
-
 import io
 import logging
 from collections.abc import Iterator

@@ -6,6 +6,11 @@ from typing import Any
 import pytest
 
 
-def tiered(names: Iterable[str], daily: Container[str]) -> list[Any]:
-    """Return a parameter for each name, marked nightly if the name is not among the daily ones."""
-    return [pytest.param(name, marks=() if name in daily else pytest.mark.nightly) for name in names]
+def nightly(*values: Any) -> Any:
+    """Return the values of a case that runs nightly."""
+    return pytest.param(*values, marks=pytest.mark.nightly)
+
+
+def tiered(names: Iterable[Any], daily: Container[Any]) -> list[Any]:
+    """Return a parameter for each name, nightly if the name is not among the daily ones."""
+    return [name if name in daily else nightly(name) for name in names]

@@ -17,6 +17,7 @@ from eyas.engine.sequence import DraftReply, ScheduledSequence, Sequence
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import Accepted
+from tests.support.clock import Clock
 from tests.support.strategies import accept, outputs_of
 
 VOCAB = 3
@@ -39,15 +40,6 @@ def largest_budgets(scheduler: Scheduler, sequences: Seq[Sequence]) -> list[Tree
     """The largest trees that sequences can use in the next step."""
     sizes = FixedDraftBudget().choose([sequence.request.id for sequence in sequences], scheduler.max_tree_nodes)
     return scheduler.tree_budgets(sequences, sizes)
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class ToyEngine:

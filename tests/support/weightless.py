@@ -1,7 +1,5 @@
 """Drafters of every kind at the sizes of Llama 3.1 8B without weights, on the `meta` device, and commits for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache

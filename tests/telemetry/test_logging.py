@@ -1,7 +1,5 @@
 """Log lines: nothing that a peer sends can forge one, and nothing that it repeats floods them."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

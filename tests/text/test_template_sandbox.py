@@ -1,7 +1,5 @@
 """Chat templates that make large values from many messages or few characters are stopped before memory is taken."""
 
-from __future__ import annotations
-
 import resource
 
 import pytest

@@ -231,12 +231,6 @@ def test_chunks_have_the_sum_and_gradients_of_all_rows(loss_type: LossType, monk
             assert not found.requires_grad
 
 
-def test_all_rows_may_share_one_row_of_the_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "CACHED_LOGITS", 9)
-    logits, teacher = torch.randn(5, 3, 9), torch.randn(1, 1, 9)
-    assert torch.equal(row_losses(logits, teacher, "kl"), row_losses(logits, teacher.expand(5, 1, 9), "kl"))
-
-
 @pytest.mark.parametrize("loss_type", ["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid"])
 def test_rows_that_share_a_teacher_have_its_losses(loss_type: LossType) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -459,12 +453,6 @@ def test_a_loss_that_is_no_number_ends_the_run_with_advice(folder: Path, tmp_pat
     next(iter(trainer.trained.values())).data.fill_(torch.nan)
     with pytest.raises(ConfigError, match=r"the loss of step 1 is nan; lower optimizer\.learning_rate"):
         trainer.step()
-
-
-def test_the_last_share_of_steps_has_the_final_loss() -> None:
-    config = LossConfig(final_loss_type="lk_hybrid", final_loss_ratio=0.3)
-    assert [config.type_at(step / 10) for step in range(10)] == ["kl"] * 7 + ["lk_hybrid"] * 3
-    assert {LossConfig().type_at(step / 10) for step in range(10)} == {"kl"}
 
 
 def test_the_hybrid_loss_moves_from_divergence_to_distance() -> None:

@@ -17,6 +17,7 @@ from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.train.data import prepare
 from eyas.train.methods import build_trainer
+from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config, write_spelling_tokenizer
 from tests.train.small_runs import read_by, settings
 
@@ -114,7 +115,7 @@ def sampled_chain(conditional: bool) -> float:
     return found
 
 
-METHODS = ("dspark", *(pytest.param(method, marks=pytest.mark.nightly) for method in ("dflash", "peagle")))
+METHODS = ("dspark", *(nightly(method) for method in ("dflash", "peagle")))
 GREEDY = DEPTHS + 1.0
 SAMPLED = sum(SURE**depth for depth in range(DEPTHS + 1))
 

@@ -21,6 +21,7 @@ from eyas.train.config import TrainConfig
 from eyas.train.data import Windows
 from eyas.train.methods import build_trainer
 from tests.support.services.forks import Popen
+from tests.support.tiers import nightly
 from tests.support.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, small_disk, tiny_target
 
@@ -66,7 +67,7 @@ RUNS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("method", ["dspark", pytest.param("eagle1", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("method", ["dspark", nightly("eagle1")])
 def test_a_killed_run_continues_bit_for_bit(method: str, folder: Path, tmp_path: Path) -> None:
     """It is killed at any moment after its first checkpoint; how long both runs are follows from that."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

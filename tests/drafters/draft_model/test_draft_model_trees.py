@@ -19,6 +19,7 @@ from tests.drafters.trees.test_eagle_trees import assert_same
 from tests.support.devices.emulated_graphs import checked_capture
 from tests.support.families import FAMILIES, config_of, write_model
 from tests.support.naive_eagle import best_tree
+from tests.support.tiers import nightly
 from tests.support.tiny import write_small
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
@@ -77,7 +78,7 @@ def test_a_tree_after_any_accepted_path_equals_the_naive_tree(small: str) -> Non
         )
 
 
-@pytest.mark.parametrize("family", ["gemma-2", "gpt-2", pytest.param("qwen-3-moe", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("family", ["gemma-2", "gpt-2", nightly("qwen-3-moe")])
 def test_models_with_windows_softcaps_or_own_positions_can_draft(family: str, tmp_path: Path) -> None:
     """This holds near the end of the context too, where positions of unused tree rows run out."""
     kind, settings = FAMILIES[family]

@@ -56,15 +56,6 @@ def test_matches_with_a_common_prefix_share_nodes_longest_first() -> None:
     assert narrow.tokens == (3, 4, 9), "the match of three tokens beats the later one of two"
 
 
-def test_sessions_of_a_batch_get_the_trees_that_each_gets_alone() -> None:
-    texts = [[1, 2, 3, 4, 1, 2, 3], [5], [3, 3, 3, 3], [1, 2, 9, 1, 2]]
-    budget, lookup = TreeBudget(24, 5), drafter()
-    together = lookup.propose([commit(str(i), text, budget=budget) for i, text in enumerate(texts)])
-    assert together == [propose(drafter(), text, budget) for text in texts]
-    later = lookup.propose([commit(str(i), [*text, 2], base=len(text), budget=budget) for i, text in enumerate(texts)])
-    assert later == [propose(drafter(), [*text, 2], budget) for text in texts], "texts grow between two rounds"
-
-
 def test_scores_never_grow_along_a_path_within_the_node_limit() -> None:
     tokens = [1, 2, 1, 3, 1, 2, 2, 1, 1, 2, 3, 1, 2, 1, 2]
     for budget in (TreeBudget(24, 5), TreeBudget(4, 5), TreeBudget(24, 1)):

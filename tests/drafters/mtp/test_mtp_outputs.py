@@ -12,7 +12,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.engine import Engine
 from tests.support.runs import assert_plain, run, stats_of
-from tests.support.tiers import tiered
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import build_engine, fixed_config
 from tests.support.tiny_mtp import FAMILIES, write_mtp
 
@@ -43,7 +43,7 @@ def requests(count: int, length: int = 9, num_tokens: int = 16) -> list[Request]
 
 
 @pytest.mark.parametrize("family", EACH)
-@pytest.mark.parametrize("tree", [TREE, CHAIN], ids=["tree", "chain"])
+@pytest.mark.parametrize("tree", [TREE, nightly(CHAIN)], ids=["tree", "chain"])
 def test_batches_in_chunks_equal_the_plain_loop(family: str, tree: TreeConfig, folders: dict[str, str]) -> None:
     """Prompts of more rows than a pass takes, and arrivals while others decode."""
     asked = requests(5)
@@ -52,7 +52,7 @@ def test_batches_in_chunks_equal_the_plain_loop(family: str, tree: TreeConfig, f
     assert_plain(folders[family], asked, chunks)
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", tiered(FAMILIES, DAILY[:1]))
 def test_a_prefix_hit_fills_the_modules_keys_too(family: str, folders: dict[str, str]) -> None:
     engine = engine_of(folders[family])
     first, *others = requests(3, length=40)
@@ -78,7 +78,7 @@ def test_several_modules_change_no_token(tmp_path: Path) -> None:
     assert_plain(folder, asked, chunks)
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize("family", tiered(FAMILIES, DAILY[1:2]))
 def test_a_module_that_agrees_makes_steps_long(family: str, tmp_path: Path) -> None:
     folder = write_mtp(tmp_path / family, family, agrees=True)
     asked = requests(2, num_tokens=24)

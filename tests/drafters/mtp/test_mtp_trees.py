@@ -17,7 +17,7 @@ from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.support.naive_eagle import Node, best_tree
 from tests.support.naive_mtp import NaiveMtp
-from tests.support.tiers import tiered
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny_mtp import FAMILIES, HIDDEN, LAYERS, write_mtp
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
@@ -79,12 +79,12 @@ def assert_rounds(drafter: MtpDrafter, plain: NaiveMtp) -> None:
 
 
 @pytest.mark.parametrize("family", tiered(FAMILIES, DAILY))
-@pytest.mark.parametrize("output", ["normed", "state"])
+@pytest.mark.parametrize("output", ["normed", nightly("state")])
 def test_trees_equal_those_of_whole_sequences(family: str, output: Output, folders: dict[str, str]) -> None:
     assert_rounds(make(folders[family], output), NaiveMtp(folders[family], family, output))
 
 
-@pytest.mark.parametrize(("family", "count"), [("glm4_moe", 3), ("exaone_moe", 2), ("ernie4_5_moe", 1)])
+@pytest.mark.parametrize(("family", "count"), [("glm4_moe", 3), nightly("exaone_moe", 2), nightly("ernie4_5_moe", 1)])
 def test_module_k_predicts_the_token_at_depth_k(family: str, count: int, tmp_path: Path) -> None:
     """And the last module those below, by its own states."""
     folder = write_mtp(tmp_path / "target", family, count=count)

@@ -56,18 +56,6 @@ def test_static_trees_of_a_batch_equal_the_naive_ones(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rounds_and_chunks_do_not_change_the_output(kind: str, tiny_target: str, tiny_head: str) -> None:
-    drafter, plain = make(kind, tiny_target, tiny_head), NaiveHeads(kind, tiny_target)
-    tokens, features = session(1, 30)
-    base = 0
-    for end, nodes in ((1, 14), (9, 1), (14, 1), (15, 14), (19, 14), (20, 1), (30, 14)):
-        tree = drafter.propose([commit("a", tokens, features, base, end, GREEDY, TreeBudget(nodes, 4))])[0]
-        expected = plain.static(tokens[:end], features[: end - 1], GREEDY, list(likely_paths(SHAPE))) if end > 1 else {}
-        assert_same(tree, expected if nodes > 1 else {})
-        base = end
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_a_smaller_budget_keeps_the_best_of_the_tree(kind: str, tiny_target: str, tiny_head: str) -> None:
     drafter, (tokens, features) = make(kind, tiny_target, tiny_head), session(4, 8)
     budgets = [TreeBudget(20, 5), TreeBudget(6, 3), TreeBudget(20, 1), TreeBudget(2, 2)]

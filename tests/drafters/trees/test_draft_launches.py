@@ -3,8 +3,6 @@
 Sizes are those of Llama 3.1 8B; trees have 8 levels of width 10 where the heads reach as far.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from typing import Any

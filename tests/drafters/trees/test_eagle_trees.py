@@ -102,24 +102,6 @@ def test_kernels_grow_the_trees_of_the_plain_path(
     assert len(kernels.grow_level.signatures) == len(kernels.select_trees.signatures) == 1, "compiled while serving"
 
 
-def test_rounds_and_chunks_keep_no_draft_state(tiny_target: str, tiny_head: str) -> None:
-    """The tree depends on true features only, not on the sizes of commits or on earlier trees."""
-    drafter = make(tiny_target, tiny_head)
-    plain = naive(tiny_target, tiny_head)
-    tokens, features = session(1, 30)
-    other, other_features = session(2, 12)
-    base = 0
-    for end, nodes in ((9, 1), (14, 1), (15, 14), (19, 14), (20, 8), (30, 14)):
-        contexts = [commit("a", tokens, features, base, end, GREEDY, TreeBudget(nodes, 4))]
-        if nodes == 8:
-            contexts.append(commit("b", other, other_features, 0, 12, NoiseKey(3, 1.0), TreeBudget(14, 2)))
-        tree = drafter.propose(contexts)[0]
-        assert isinstance(tree, DraftTree)
-        expected = best_tree(plain.candidates(tokens[:end], features[: end - 1], GREEDY, SHAPE), nodes - 1)
-        assert_same(tree, expected, tokens[end - 1])
-        base = end
-
-
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_narrow_rounds_find_the_best_nodes_of_wide_ones(nodes: int, tiny_target: str, tiny_head: str) -> None:
     drafter, plain = make(tiny_target, tiny_head), naive(tiny_target, tiny_head)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -137,7 +138,7 @@ class Simulation:
     def _tree(self, number: int, size: TreeBudget) -> DraftTree:
         """The drafted tree of a request."""
         most = 1 if not self.available else 2 if number < max(self.small, self.ending) else NODES
-        tree = DraftTree.chain(range(min(size.max_nodes, size.max_depth + 1, most)))
+        tree = chain_of(min(size.max_nodes, size.max_depth + 1, most))
         return tree.with_sampled(SampledProposal({})) if number < self.sampled else tree
 
     def wait_s(self, sizes: dict[str, TreeBudget]) -> float:
@@ -146,6 +147,12 @@ class Simulation:
         requested = [name for name, size in sizes.items() if size.max_depth]
         missed = max((self.num_missed.pop(name) - 1 for name in requested), default=0)
         return self.draft + self.behind * missed if requested else 0.0
+
+
+@cache
+def chain_of(length: int) -> DraftTree:
+    """The chain of that many nodes, with the arrays that were made of it."""
+    return DraftTree.chain(range(length))
 
 
 def usual(chosen: list[int]) -> int:

@@ -29,6 +29,7 @@ from eyas.protocol.tree import DraftTree
 from tests.support import reference
 from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
 from tests.support.runs import outputs_of, run
+from tests.support.tiers import nightly
 from tests.support.tiny import DEMO, shared_target
 
 TREE = TreeConfig(num_draft_tokens=10, num_steps=3, top_k=4)
@@ -234,7 +235,7 @@ def test_states_are_fused_for_those_who_draft_alone(
     torch.testing.assert_close(features, fuser(states), rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["eagle3", "prompt_lookup", "lookahead"])
+@pytest.mark.parametrize("method", ["eagle3", "prompt_lookup", nightly("lookahead")])
 def test_the_warm_up_is_short_and_leaves_nothing_behind(method: str) -> None:
     target, head, tree = load_target(str(DEMO / "target"), aux_hidden_state_layers=(2, 4, 5)), "", TreeConfig(num_steps=5)
     if method == "eagle3":

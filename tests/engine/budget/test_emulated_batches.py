@@ -14,6 +14,7 @@ from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
 from eyas.models.loading import load_target
 from tests.support.runs import outputs_of, run
+from tests.support.tiers import nightly
 
 TREE = TreeConfig(24, 5, 8)
 H200 = "llama-3.1-8b@h200"
@@ -50,9 +51,7 @@ def emulated_seconds(
     return clock() - began, outputs_of(chunks)
 
 
-@pytest.mark.parametrize(
-    "batch", [pytest.param(1, marks=pytest.mark.nightly), 8, pytest.param(64, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("batch", [nightly(1), 8, nightly(64)])
 def test_a_poor_drafter_costs_two_percent_at_most(tiny_target: str, tiny_head: str, batch: int) -> None:
     plain_s, plain = emulated_seconds(tiny_target, tiny_head, batch, None)
     adaptive_s, adaptive = emulated_seconds(tiny_target, tiny_head, batch, "adaptive")

@@ -22,6 +22,7 @@ from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
 from tests.support.families import config_of, write_model
 from tests.support.runs import outputs_of, run
+from tests.support.tiers import nightly
 
 VOCAB, TREE = 512, TreeConfig(8, 7, 1)
 # Seconds of a pass, of each expert that it reads, and of each row.
@@ -114,7 +115,7 @@ def rate_of(target: TargetModel, clock: VirtualClock, right: float | None, batch
     return batch * num_tokens / (clock() - began)
 
 
-@pytest.mark.parametrize(("batch", "right", "least"), [(1, 0.3, 0.98), (2, 0.6, 0.98), (4, 0.95, 1.5)])
+@pytest.mark.parametrize(("batch", "right", "least"), [(1, 0.3, 0.98), nightly(2, 0.6, 0.98), nightly(4, 0.95, 1.5)])
 def test_drafting_never_loses_on_experts(
     batch: int, right: float, least: float, clocked: tuple[TargetModel, VirtualClock]
 ) -> None:

@@ -1,7 +1,5 @@
 """A pair of drafters gives trees of both, of the lookups alone, or none, whichever yields most. No time is measured."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 
@@ -18,6 +16,7 @@ from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import StepOutputs
 from tests.engine.budget.simulation import Simulation
 from tests.engine.budget.test_adaptive_engine import REQUESTS, TREE, expected, outputs_of, run, shared_target
+from tests.support.tiers import nightly
 
 __all__ = ["expected"]
 
@@ -69,7 +68,7 @@ class Pair(Simulation):
         return super().sizes(budget, steps, seed, most)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [1, nightly(8)])
 def test_a_head_that_does_not_pay_takes_no_lookups_along(batch: int) -> None:
     pair = Pair(row=0.02, draft=1.5, right=0.7, batch=batch, right_alone=0.6)
     budget = pair.pair()
@@ -79,7 +78,7 @@ def test_a_head_that_does_not_pay_takes_no_lookups_along(batch: int) -> None:
     assert budget.lookups_alone
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [nightly(1), 8])
 @pytest.mark.parametrize(("right_alone", "most_alone"), [(0.0, 12), (0.4, 120)])
 def test_a_head_that_pays_drafts_next_to_its_lookups(batch: int, right_alone: float, most_alone: int) -> None:
     pair = Pair(row=0.02, draft=0.2, right=0.8, batch=batch, right_alone=right_alone)
@@ -92,7 +91,7 @@ def test_a_head_that_pays_drafts_next_to_its_lookups(batch: int, right_alone: fl
     assert not budget.lookups_alone
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, nightly(8), nightly(64)])
 def test_a_pair_that_never_pays_costs_three_percent_at_most(batch: int) -> None:
     pair = Pair(row=0.1, draft=1.0, right=0.1, batch=batch, right_alone=0.05)
     assert pair.seconds_per_token(pair.pair(), 1000) < 1.03 * pair.lookups.expected_seconds_per_token(1)
@@ -110,7 +109,7 @@ def test_a_head_has_to_beat_its_lookups_where_these_pay() -> None:
     assert pair.alone > 350
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("batch", [nightly(1), 8])
 def test_a_head_that_pays_later_takes_over_from_lookups(batch: int) -> None:
     pair = Pair(row=0.02, draft=1.5, right=0.3, batch=batch, right_alone=0.5)
     budget = pair.pair()

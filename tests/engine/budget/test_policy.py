@@ -20,6 +20,7 @@ from eyas.protocol.tree import DraftTree, SampledProposal
 from eyas.sampling.acceptance import StepOutputs, VerifyOutput
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
 from tests.support.strategies import trees
+from tests.support.tiers import nightly
 
 SHARE = AdaptiveDraftBudget.TRY_SHARE
 
@@ -30,7 +31,7 @@ def test_free_rows_give_whole_trees_and_costly_rows_none(row: float, expected: i
     assert usual(simulation.sizes(simulation.budget(), 200)) == expected
 
 
-@pytest.mark.parametrize("remote", [True, False], ids=["remote", "local"])
+@pytest.mark.parametrize("remote", [True, nightly(False)], ids=["remote", "local"])
 def test_a_slow_drafter_is_left_out_and_retried(remote: bool) -> None:
     simulation = Simulation(draft=0.1 if not remote else 20.0)
     budget = simulation.budget(remote)
@@ -40,7 +41,7 @@ def test_a_slow_drafter_is_left_out_and_retried(remote: bool) -> None:
     assert usual(simulation.sizes(budget, 4000)[-100:]) == NODES
 
 
-@pytest.mark.parametrize(("batch", "fixed", "row", "right"), [(64, 1.0, 1 / 32, 0.7), (256, 0.2, 1 / 40, 0.6)])
+@pytest.mark.parametrize(("batch", "fixed", "row", "right"), [(64, 1.0, 1 / 32, 0.7), nightly(256, 0.2, 1 / 40, 0.6)])
 def test_long_contexts_do_not_make_rows_seem_costly(batch: int, fixed: float, row: float, right: float) -> None:
     """Contexts take ten seconds of a step, and no node adds to these."""
     simulation = Simulation(fixed, row, 0.2, right, batch, context=500, context_token=10 / 500 / batch)
@@ -106,7 +107,7 @@ def test_speculation_costs_little_more_than_it_yields(row: float, draft: float, 
     assert simulation.seconds_per_token(budget, 256, seed + 1) <= (1.05 + SHARE) * plain
 
 
-@pytest.mark.parametrize("draft", [5.0, 50.0])
+@pytest.mark.parametrize("draft", [5.0, nightly(50.0)])
 def test_retries_take_a_bounded_share_of_all_time(draft: float) -> None:
     simulation = Simulation(draft=draft, right=0.3)
     budget = simulation.budget(remote=True)
@@ -114,7 +115,7 @@ def test_retries_take_a_bounded_share_of_all_time(draft: float) -> None:
     assert simulation.seconds_per_token(budget, 8000) < (1 + 3 * SHARE) * simulation.fixed
 
 
-@pytest.mark.parametrize(("row", "batch"), [(0.02, 1), (0.1, 4), (0.02, 16), (0.3, 1), (0.3, 16)])
+@pytest.mark.parametrize(("row", "batch"), [(0.02, 1), nightly(0.1, 4), nightly(0.02, 16), nightly(0.3, 1), (0.3, 16)])
 def test_what_is_verified_is_about_the_best(row: float, batch: int) -> None:
     simulation = Simulation(row=row, draft=0.2, batch=batch)
     budget = simulation.budget()
@@ -237,7 +238,7 @@ def test_survival_is_learned_below_accepted_parents_alone() -> None:
 
 
 @pytest.mark.parametrize("ended", ["right", "draft"], ids=["bad text", "slow drafter"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, nightly(1)])
 def test_a_bad_stretch_stops_drafting_for_four_requests_at_most(ended: str, seed: int) -> None:
     """Four of 128 tokens. What such stretches cost stays bounded too."""
     simulation = Simulation(row=0.05, draft=0.5)
@@ -259,7 +260,7 @@ def test_bad_stretches_that_come_back_cost_little() -> None:
     assert simulation.now / simulation.tokens <= simulation.expected_seconds_per_token(1) / 0.98
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, nightly(1), nightly(2)])
 def test_what_single_trees_yield_is_estimated_without_bias(seed: int) -> None:
     """It is far from the mean, and is seen in one step of four."""
     simulation = Simulation(row=0.02, draft=0.1)
@@ -315,7 +316,7 @@ def all_costs() -> Iterator[Any]:
         right, row, draft, behind, batch = places
         is_daily = (draft, behind, batch) == ((right + row) % 3, (right + row) % 2, (right // 2 + row) % 2)
         values = [own[place] for own, place in zip(factors, places, strict=True)]
-        yield pytest.param(*values, marks=() if is_daily else pytest.mark.nightly)
+        yield pytest.param(*values) if is_daily else nightly(*values)
 
 
 @pytest.mark.parametrize(("right", "row", "draft", "behind", "batch"), [*all_costs()])
@@ -341,7 +342,7 @@ def test_the_host_work_of_trees_is_a_cost_of_theirs(host: float, pays: bool) -> 
     assert seconds_per_token <= (1.01 * (1.2 + host) / 1.43 if pays else 1.02 * 1.2)
 
 
-@pytest.mark.parametrize("per_sequence", [0.01, 0.05])
+@pytest.mark.parametrize("per_sequence", [nightly(0.01), 0.05])
 def test_host_work_of_more_sequences_is_no_cost_of_trees(per_sequence: float) -> None:
     """While all steps have trees, nothing shows what steps without take at a load that comes or goes."""
     simulation = Simulation(row=0.002, draft=0.05, right=0.4, gap=per_sequence)

@@ -1,7 +1,5 @@
 """Functions compiled with numba: where nothing can be kept on disk, and beside plain loops."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Weights as float16 blocks: every number of bfloat16, and float32 beside what float16 holds, against torch's conversion."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

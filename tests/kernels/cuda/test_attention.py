@@ -26,6 +26,7 @@ from tests.support.devices.random_passes import (
     passes,
     scaling_of,
 )
+from tests.support.tiers import nightly
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS = st.sampled_from([Heads(4, 2, 16), Heads(3, 1, 8, 8, 0.0), Heads(2, 2, 24, 16), Heads(14, 2, 16, 20, 3.0)])
@@ -179,7 +180,9 @@ def test_a_shared_prefix_is_read_for_several_segments(
     check(shared, segments, heads, window, softcap)
 
 
-@pytest.mark.parametrize(("fixed_part", "window", "max_rows"), [(0, 33, 8), (0, None, 64), (64, None, 8), (64, 33, 64)])
+@pytest.mark.parametrize(
+    ("fixed_part", "window", "max_rows"), [(0, 33, 8), nightly(0, None, 64), nightly(64, None, 8), (64, 33, 64)]
+)
 def test_tiles_with_more_rows_than_a_program_are_cut(fixed_part: int, window: int | None, max_rows: int) -> None:
     """Tiles are planned for layers with fewer query heads for each key-value head, 2 here, and hold 4 or 32 rows."""
     tiling = Tiling(2, 2, 6, max_rows=max_rows, fixed_part=fixed_part)
@@ -196,7 +199,7 @@ NEEDS_GPU = pytest.mark.skipif(DEVICE.type == "cpu", reason="triton's interprete
 
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=NEEDS_GPU)])
 @pytest.mark.parametrize("packing", [tightly, by_position])
-@pytest.mark.parametrize("heads", [Heads(4, 2, 64), Heads(2, 1, 128), Heads(1, 1, 256), Heads(8, 1, 512)])
+@pytest.mark.parametrize("heads", [Heads(4, 2, 64), nightly(Heads(2, 1, 128)), nightly(Heads(1, 1, 256)), Heads(8, 1, 512)])
 def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads, packing: Packing) -> None:
     tolerance = 4 * torch.finfo(dtype).eps
     check(packing, make_pass([(True, 7, 80), (False, 20, 3)]), heads, dtype=dtype, tolerance=tolerance)
@@ -204,8 +207,8 @@ def test_half_precision_sums_in_float32(dtype: torch.dtype, heads: Heads, packin
 
 @pytest.mark.parametrize("sizes", [
     [(True, 7, 60), (False, 1, 9), (False, 90, 41), (False, 33, 0)],
-    [(True, 9, 30), (False, 70, 3)],
-    [(False, 200, 70)],
+    nightly([(True, 9, 30), (False, 70, 3)]),
+    nightly([(False, 200, 70)]),
 ])  # fmt: skip
 @pytest.mark.parametrize(("heads", "window", "kv_dtype"), [
     (Heads(4, 1, 16), None, None), (Heads(14, 2, 16), None, torch.float8_e4m3fn), (Heads(4, 1, 16), 33, None),

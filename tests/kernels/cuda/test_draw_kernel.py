@@ -1,7 +1,5 @@
 """The sampler's kernels draw the tokens of the plain sampler. Without a GPU that of CUDA runs in triton's interpreter."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -43,6 +43,7 @@ def results() -> list[torch.Tensor]:
         return [draw_rows(logits, draws), *top_k(logits, 3), attended(torch.float32), attended(torch.bfloat16)]
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
 def test_the_quickened_interpreter_changes_no_bit(tmp_path: Path) -> None:
     program = f"import torch; from {__name__} import results; torch.save(results(), {str(tmp_path / 'plain')!r})"

@@ -1,7 +1,5 @@
 """Packed linear layers against torch's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -26,6 +26,7 @@ from eyas.rpc.channel import Peers
 from eyas.rpc.messages import TargetInfo
 from eyas.services.verifier.__main__ import load_engine
 from tests.support.reference import load_reference
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import DEMO, fixed_config, write_target
 from tests.support.tiny_block import tiny_peagle_head
 
@@ -71,8 +72,8 @@ WRONG: dict[str, dict[str, object]] = {
     [
         "the residual flipped and layers shifted",
         "the normed state read by the next step",
-        pytest.param("layers one too late", marks=pytest.mark.nightly),  # a verifier meets it below
-        pytest.param("the output without its norm", marks=pytest.mark.nightly),
+        nightly("layers one too late"),  # a verifier meets it below
+        nightly("the output without its norm"),
     ],
 )
 def test_a_wrong_config_is_corrected(wrong: str, target: TargetModel, tmp_path: Path, short: None) -> None:
@@ -95,9 +96,7 @@ OFF_BY_ONE: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "dialect", [pytest.param(name, marks=pytest.mark.nightly if place else ()) for place, name in enumerate(OFF_BY_ONE)]
-)
+@pytest.mark.parametrize("dialect", tiered(OFF_BY_ONE, [next(iter(OFF_BY_ONE))]))
 def test_layer_ids_of_a_peagle_head_are_not_guessed(dialect: str, target: TargetModel, tmp_path: Path, short: None) -> None:
     """The ids of eagle_config are read as they are meant; validation corrects the others."""
     head = with_config(tmp_path / "head", DEMO / "peagle", **OFF_BY_ONE[dialect])

@@ -1,7 +1,5 @@
 """Fused layers compute what transformers' modules define, on the CPU and in the kernels of CUDA."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import threading
@@ -33,7 +31,7 @@ from eyas.models.layers.norms import HeadLayout, RMSNorm
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
 from tests.support.families import FAMILIES, GEMMA_4_ROPE, config_of, write_model
-from tests.support.tiers import tiered
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import write_target
 
 FUSED = ("llama-3", "llama-tied", "rope-yarn", "mistral", "qwen-2", "qwen-3", "phi-3", "gemma-2", "gemma-3")
@@ -170,7 +168,7 @@ def test_processes_take_turns_to_compile_kernels() -> None:
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
-        *(pytest.param(name, "half", marks=() if name in DAILY else pytest.mark.nightly) for name in FUSED),
+        *((name, "half") if name in DAILY else nightly(name, "half") for name in FUSED),
         ("llama-3", "float"),
         ("qwen-3", "mixed"),
     ],

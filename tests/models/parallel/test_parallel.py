@@ -42,6 +42,7 @@ from eyas.models.target import TargetModel
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.families import FAMILIES, config_of, write_model
 from tests.support.runs import assert_plain, run
+from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config, write_head
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
@@ -118,9 +119,7 @@ def engine_of(parts: Shared, target: str, head: str, drafter: str) -> Engine:
     return assemble_engine(parts.model, parts.fuser, config, TREE, drafters[drafter](), parts.ranks)
 
 
-@pytest.mark.parametrize(
-    ("size", "drafters"), [(2, ("eagle3", "random", "none")), pytest.param(4, ("eagle3",), marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("size", "drafters"), [(2, ("eagle3", "random", "none")), nightly(4, ("eagle3",))])
 def test_sharded_targets_equal_the_plain_loop(size: int, drafters: tuple[str, ...], target: str, head: str) -> None:
     with shared(size, target, head) as parts:
         assert parts.model.kv_shapes == [KVShape(max(1, 2 // size), 4, 4)] * 4

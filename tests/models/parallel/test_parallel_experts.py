@@ -3,8 +3,6 @@
 Ranks are threads, and the kernels run in triton's interpreter, one at a time.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path

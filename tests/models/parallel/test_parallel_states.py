@@ -19,6 +19,7 @@ from tests.support.bad_drafters import KnowingDrafter
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
 from tests.support.runs import outputs_of, run, stats_of
+from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config
 
 
@@ -38,7 +39,7 @@ def test_states_survive_the_wire() -> None:
         send(encoder, decoder, own)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("kimi_linear", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", nightly("kimi_linear")])
 def test_two_processes_equal_one(kind: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path, config_of(kind, **HYBRIDS[kind]))
     prompts = [tuple(range(3, 43)), (5, 9, 11)]

@@ -19,6 +19,7 @@ from eyas.sampling.sharded import likely_logits
 from eyas.sampling.verify import can_draw_in_parts
 from tests.support.devices.device_syncs import Waits
 from tests.support.devices.rank_threads import RankThreads
+from tests.support.tiers import nightly
 
 VOCAB = 256
 TOP_P = (0.9, 1e-50, 0.3, 0.999999, 0.5, 1.0)
@@ -68,7 +69,7 @@ def kinds_of_logits(rows: int) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
+@pytest.mark.parametrize("parts", [nightly(1), 2, nightly(4)])
 @pytest.mark.parametrize("kind", sorted(kinds_of_logits(8)))
 def test_ranks_draw_with_top_p_and_min_p_as_one_does(parts: int, kind: str) -> None:
     logits, draws = kinds_of_logits(len(KEYS))[kind], Draws(KEYS, [3 * key.seed + 1 for key in KEYS])

@@ -1,11 +1,11 @@
 """The registry on a real Redis: leases live as long as their workers beat, and readers outlive Redis."""
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,10 +37,8 @@ async def registry(
         await one.close()
 
 
-async def until_empty(reader: Registry) -> None:
-    async with asyncio.timeout(60):
-        while await reader.leases("verifier"):
-            await asyncio.sleep(0.01)
+async def is_empty(reader: Registry) -> bool:
+    return not await reader.leases("verifier")
 
 
 async def test_a_lease_follows_the_load_of_its_worker(url: str) -> None:
@@ -69,7 +67,7 @@ async def test_a_lease_without_heartbeat_runs_out(url: str) -> None:
         assert 0 < await redis.pttl(key) <= 20_000
         await redis.pexpire(key, 1)
         await redis.aclose()
-        await until_empty(reader)
+        await until(partial(is_empty, reader))
 
 
 async def test_a_lease_that_does_not_parse_hides_no_other(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -143,9 +141,7 @@ async def test_no_worker_outlives_its_lease_by_a_redis_that_changes(url: str) ->
 
         is_early = not await is_forgotten()
         assert is_early or time.monotonic() - published_at > 1.0
-        async with asyncio.timeout(60):
-            while not await is_forgotten():
-                await asyncio.sleep(0.01)
+        await until(is_forgotten)
     await redis.aclose()
 
 
@@ -212,7 +208,7 @@ async def test_a_signed_lease_is_no_lease_elsewhere_or_later(url: str, caplog: p
                 pass  # it had run out before its next heartbeat
         await redis.sadd("eyas:leases:verifier", "one")
         await redis.set("eyas:lease:verifier:one", signed)
-        await until_empty(reader)
+        await until(partial(is_empty, reader))
     await redis.aclose()
     for reason in ("it is the lease of verifier one", "it is not signed"):
         assert reason in caplog.text

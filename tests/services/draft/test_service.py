@@ -1,7 +1,5 @@
 """The draft service as anyone with a stub sees it."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -17,6 +17,7 @@ from eyas.rpc.messages import DrafterInfo, ModelInfo
 from tests.services.verifier.test_prepared_trees import PatientVerifier, WatchedDrafter
 from tests.support.runs import assert_plain, run
 from tests.support.services.toy_drafting import eventually, serving
+from tests.support.tiers import nightly
 from tests.support.tiny import build_engine, fixed_config
 from tests.support.tiny_block import tiny_block_head
 
@@ -28,8 +29,8 @@ AHEAD = DraftAheadConfig(top_k=8, num_candidates=8, num_steps=4)
     ("mode", "method", "budget"),
     [
         ("never", "dspark", "fixed"), ("always", "eagle3", "adaptive"), ("never", "lookahead", "fixed"),
-        pytest.param("never", "eagle3", "adaptive", marks=pytest.mark.nightly),
-        pytest.param("always", "eagle3", "fixed", marks=pytest.mark.nightly),
+        nightly("never", "eagle3", "adaptive"),
+        nightly("always", "eagle3", "fixed"),
     ],
 )  # fmt: skip
 def test_combined_trees_sent_ahead_change_no_token(

@@ -1,7 +1,5 @@
 """Many draft services as the one Drafter of a verifier: who drafts for which session, though drafters come, hang and go."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import closing
 from dataclasses import replace

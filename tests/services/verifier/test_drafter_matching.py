@@ -1,7 +1,5 @@
 """One draft service for several targets and heads: every verifier gets the drafter that fits it, and no other."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A verifier of several processes: what it answers, what becomes of it when one of them dies, and how pods form one."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A draft service as the verifier sees it, over real sockets."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Iterator
@@ -43,40 +41,11 @@ def connect(address: str, config: DraftClientConfig = PATIENT, needs: DrafterNee
     return closing(remote)
 
 
-def test_every_session_of_a_round_gets_its_tree(address: str) -> None:
-    with connect(address) as remote:
-        drafts = remote.request([context("a", TOKENS[:5]), context("b", TOKENS[:9])])()
-        assert drafts == [DraftTree.chain([14, 15, 16, 17]), DraftTree.chain([18, 19, 20, 21])]
-        assert remote.request([context("a", TOKENS[:7], base=5)])() == [DraftTree.chain([16, 17, 18, 19])]
-        assert remote.num_answered == 2
-
-
 def test_a_commit_without_a_tree_reaches_the_drafter(address: str, drafter: ToyDrafter) -> None:
     with connect(address) as remote:
         assert remote.request([context("a", TOKENS[:5], budget=NO_TREE)])() == [DraftTree.root_only(14)]
         assert remote.request([context("a", TOKENS[:6], base=5)])() == [DraftTree.chain([15, 16, 17, 18])]
         assert list(drafter.sessions.values()) == [list(TOKENS[:6])]
-
-
-def test_long_commits_travel_in_bounded_pieces_and_arrive_whole(address: str, drafter: ToyDrafter) -> None:
-    with connect(address, replace(PATIENT, max_message_tokens=4)) as remote:
-        drafts = remote.request([context("a", TOKENS), context("b", TOKENS[:3])])()
-        assert [draft.tokens[0] for draft in drafts if isinstance(draft, DraftTree)] == [39, 12]
-        assert sorted(map(len, drafter.sessions.values())) == [3, 30]
-
-
-def test_a_gap_is_refused_and_a_resend_from_there_heals_it(address: str) -> None:
-    with connect(address) as remote:
-        remote.request([context("a", TOKENS[:5])])()
-        assert remote.request([context("a", TOKENS[:9], base=7)])() == [ResyncRequired("a", 0, 5)]
-        assert remote.request([context("a", TOKENS[:9], base=5)])() == [DraftTree.chain([18, 19, 20, 21])]
-
-
-def test_released_sessions_are_forgotten(address: str, drafter: ToyDrafter) -> None:
-    with connect(address) as remote:
-        remote.request([context("a", TOKENS[:5]), context("b", TOKENS[:5])])()
-        remote.release(["a", "unknown"])
-        eventually(lambda: len(drafter.sessions) == 1)
 
 
 def test_two_verifiers_may_use_the_same_session_name(address: str) -> None:

@@ -1,7 +1,5 @@
 """SampledProposal proposals over the wire: refused where they cannot be made, else worth the same as in one process."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Kernels of Triton where there is no GPU: they run in its interpreter, and not at all while a graph is captured."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar

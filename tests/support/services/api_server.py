@@ -3,8 +3,6 @@
 It can miss an event, fall silent, forget its history, refuse, and be away.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

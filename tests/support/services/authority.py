@@ -1,7 +1,5 @@
 """A certificate authority of the tests: names in, files with certificates out, as a cluster mounts them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address

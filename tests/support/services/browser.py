@@ -1,7 +1,5 @@
 """Chromium without a window, driven over its DevTools protocol (https://chromedevtools.github.io/devtools-protocol)."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

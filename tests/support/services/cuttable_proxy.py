@@ -1,7 +1,5 @@
 """A TCP proxy that drops all data while it is cut, without an error and without closing a connection."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator

@@ -1,9 +1,7 @@
 """A real router with its HTTP server in this process, and OpenAI's own client of it."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any
@@ -132,4 +130,19 @@ async def get(base: str, path: str) -> httpx.Response:
         return await client.get(path)
 
 
-__all__ = ["TOKENS", "Script", "get", "http_router", "http_server", "post", "served", "until", "worker"]
+def is_ok(answer: httpx.Response) -> bool:
+    return answer.status_code == 200
+
+
+async def get_until(base: str, path: str, awaited: Callable[[httpx.Response], bool]) -> httpx.Response:
+    """Get a path until its answer is the awaited one, and return that."""
+    async with asyncio.timeout(60):
+        while not awaited(answer := await get(base, path)):
+            await asyncio.sleep(0.01)
+    return answer
+
+
+# Of scripted verifiers, for tests that need both.
+__all__ = [
+    "TOKENS", "Script", "get", "get_until", "http_router", "http_server", "is_ok", "post", "served", "until", "worker",
+]  # fmt: skip

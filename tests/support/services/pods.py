@@ -1,7 +1,5 @@
 """Workers as they live in pods: no registry, an address, an incarnation. Also a router that finds them in other ways."""
 
-from __future__ import annotations
-
 import asyncio
 import uuid
 from collections.abc import AsyncIterator

@@ -3,8 +3,6 @@
 It stands for a process outside the router. It continues where the prompt ends, whatever the prompt's length.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -237,8 +235,8 @@ async def failure(address: str, call: GenerateCall, timeout: float = 30.0) -> tu
     return raised.value.code(), raised.value.details() or ""
 
 
-async def until(condition: Callable[[], bool]) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]]) -> None:
     """Wait for a condition, a minute at most."""
     async with asyncio.timeout(60):
-        while not condition():
+        while not (await holds if isinstance(holds := condition(), Awaitable) else holds):
             await asyncio.sleep(0.005)

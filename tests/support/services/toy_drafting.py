@@ -1,7 +1,5 @@
 """A draft service small enough to check by eye, and what a verifier would say to it. The drafter counts upwards."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """Keys with names, scopes and quotas; tenants that share neither cache nor capacity unfairly."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -34,18 +32,10 @@ from eyas.services.router.auth.middleware import Authenticator
 from eyas.services.router.auth.quota import KeyLimits, Quota, TokenBucket
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1.generation_pb2_grpc import GenerationStub
-from tests.support.services.http_router import ALL, TOKENS, Script, get, http_router, worker
+from tests.support.clock import Clock
+from tests.support.services.http_router import ALL, TOKENS, Script, get_until, http_router, worker
 from tests.support.services.scripted_verifier import PROMPT, REST, request_with, router, tokens_of, until
 from tests.support.services.spans import Spans
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -401,9 +391,7 @@ async def test_a_retry_keeps_tenant_and_salt(url: str) -> None:
         running = asyncio.create_task(complete(base, "free", cache_salt="x"))
         await until(lambda: bool(failing.calls))
         async with worker(url, other):
-            async with asyncio.timeout(60):
-                while (await get(base, "/health")).json()["models"]["demo"]["reachable_verifiers"] < 2:
-                    await asyncio.sleep(0.01)
+            await get_until(base, "/health", lambda health: health.json()["models"]["demo"]["reachable_verifiers"] == 2)
             gate.set()
             assert (await running).status_code == 200
     first, second = failing.calls[0].request, other.calls[0].request

@@ -3,8 +3,6 @@
 The first token of its prompt decides what a request does there.
 """
 
-from __future__ import annotations
-
 import asyncio
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Routers that see the same leases spread their requests: a simulation of many routers with the real routing."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import random

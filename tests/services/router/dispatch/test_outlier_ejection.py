@@ -9,15 +9,9 @@ import pytest
 from eyas.config import OutlierDetectionConfig
 from eyas.rpc.messages import Load
 from eyas.services.router.dispatch.workers import OutlierDetector
+from tests.support.clock import Clock
 from tests.support.services.pods import pod_router, pod_worker, settings
 from tests.support.services.scripted_verifier import CALL, REST, TOKENS, Script, failure, send, tokens_of, until
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_failures_in_a_row_eject_and_a_served_request_clears() -> None:

@@ -55,14 +55,6 @@ async def test_a_request_returns_to_a_verifier_that_failed_it(url: str, fails_af
     assert first.calls[1].request.prompt_ids == TOKENS[: len(PROMPT) + (fails_after + 2) * CHUNK_TOKENS]
 
 
-@pytest.mark.parametrize("fails_after", [0, 2])
-async def test_a_deadline_that_has_not_passed_is_a_failed_attempt(url: str, fails_after: int) -> None:
-    early = Script(TOKENS, fails_after=fails_after, status=grpc.StatusCode.DEADLINE_EXCEEDED)
-    async with worker(url, early, free_kv_tokens=99_999), worker(url, Script(TOKENS)), router(url) as address:
-        assert tokens_of(await send(address, CALL)) == REST
-    assert len(early.calls) == 1
-
-
 @pytest.mark.parametrize("num_chunks", [0, 2])
 async def test_a_request_waits_for_a_verifier_to_come_back(url: str, num_chunks: int) -> None:
     async with router(url, retry=ENDLESS) as address, AsyncExitStack() as dying:

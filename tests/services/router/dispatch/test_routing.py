@@ -85,8 +85,3 @@ def test_a_request_gets_the_pair_that_fits_it(
     workers: WorkerSnapshot, changes: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:
     assert chosen(workers, replace(REQUEST, **changes)) == expected
-
-
-def test_a_verifier_without_a_head_gets_no_drafter() -> None:
-    headless = replace(MODEL, features_fingerprint="")
-    assert not headless.target.is_drafted_by(headless)

@@ -1,7 +1,5 @@
 """A server that is out of file descriptors refuses connections, says so once a minute, and goes on when some are free."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import resource

@@ -1,7 +1,5 @@
 """`suffix` of /v1/completions makes the prompt that the model was trained to fill in the middle of."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

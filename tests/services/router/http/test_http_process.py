@@ -14,18 +14,23 @@ from eyas.rpc.channel import open_channel
 from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import RETRY_KEY
 from eyas.v1.generation_pb2_grpc import GenerationStub
-from tests.support.services.http_router import ALL, CHAT, PROMPT_TEXT, REST_TEXT, Script, client, get, until, worker
+from tests.support.services.http_router import (
+    ALL,
+    CHAT,
+    PROMPT_TEXT,
+    REST_TEXT,
+    Script,
+    client,
+    get,
+    get_until,
+    is_ok,
+    until,
+    worker,
+)
 from tests.support.services.router_process import line_with, router_process
 from tests.support.services.scripted_verifier import CALL, TOKENS
 
 HTTP = r"HTTP on (\S+)"
-
-
-async def ready(base: str) -> httpx.Response:
-    async with asyncio.timeout(60):
-        while (answer := await get(base, "/ready")).status_code != 200:
-            await asyncio.sleep(0.02)
-    return answer
 
 
 async def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str) -> None:
@@ -34,14 +39,12 @@ async def test_a_stopping_router_is_not_ready_and_finishes_its_streams(url: str)
     settings = ("server.shutdown_delay_s=3", "server.graceful_shutdown_timeout_s=20")
     async with worker(url, script), router_process(url, *settings) as child:
         base = await line_with(child, HTTP)
-        await ready(base)
+        await get_until(base, "/ready", is_ok)
         async with client(base) as api:
             answer = asyncio.create_task(api.completions.create(**ALL))
             await until(lambda: len(script.calls) == 1)
             child.send_signal(signal.SIGTERM)
-            async with asyncio.timeout(60):
-                while (response := await get(base, "/ready")).status_code == 200:
-                    await asyncio.sleep(0.01)
+            response = await get_until(base, "/ready", lambda answer: answer.status_code != 200)
             assert response.json()["reason"] == "the router is stopping"
             assert (await get(base, "/live")).status_code == 200
             gate.set()
@@ -53,18 +56,15 @@ async def test_a_router_started_with_its_verifier_awaits_it(url: str) -> None:
     """As `eyas serve` starts it."""
     async with router_process(url, "ready_without_verifiers=false") as child:
         base = await line_with(child, HTTP)
-        async with asyncio.timeout(60):
-            while (answer := await get(base, "/ready")).json().get("reason") != "no verifier can be reached":
-                await asyncio.sleep(0.02)
+        reason = "no verifier can be reached"
+        answer = await get_until(base, "/ready", lambda answer: bool(answer.json().get("reason") == reason))
         assert answer.status_code == 503
         assert (await get(base, "/live")).status_code == 200
         async with worker(url, Script(TOKENS)):
-            await ready(base)
+            await get_until(base, "/ready", is_ok)
             models = (await get(base, "/v1/models")).json()["data"]
             assert [model["id"] for model in models] == ["demo"]
-        async with asyncio.timeout(60):
-            while (await get(base, "/health")).status_code == 200:
-                await asyncio.sleep(0.02)
+        await get_until(base, "/health", lambda answer: answer.status_code != 200)
         assert (await get(base, "/ready")).status_code == 200
 
 
@@ -73,7 +73,7 @@ async def test_operations_have_a_port_and_a_drain_has_an_end(url: str) -> None:
     private, both = ("/health", "/metrics", "/openapi.json", "/docs"), ("/live", "/ready")
     async with router_process(url, "http.operations_port=0", "server.graceful_shutdown_timeout_s=0.2") as child:
         api, operations = await line_with(child, HTTP), await line_with(child, HTTP)
-        await ready(api)
+        await get_until(api, "/ready", is_ok)
         assert [(await get(api, path)).status_code for path in (*private, *both)] == [404] * 4 + [200] * 2
         answers = {path: await get(operations, path) for path in (*private, *both, "/v1/models")}
         assert [answers[path].status_code for path in ("/metrics", "/openapi.json", "/docs", *both)] == [200] * 5
@@ -82,7 +82,7 @@ async def test_operations_have_a_port_and_a_drain_has_an_end(url: str) -> None:
         assert answers["/v1/models"].status_code == 404
         script = Script(TOKENS, stalls_after=1)
         async with worker(url, script), httpx.AsyncClient(timeout=30) as client:
-            await until_healthy(operations)
+            await get_until(operations, "/health", is_ok)
             heads = [(await client.head(f"{operations}{path}")).status_code for path in (*private, *both)]
             assert heads == [200] * 6
             async with client.stream("POST", f"{api}/v1/completions", json=ALL | {"stream": True}) as answer:
@@ -109,7 +109,7 @@ async def test_what_outlasts_the_drain_ends_with_an_error(url: str) -> None:
         async with worker(url, script), router_process(url, *settings) as child, httpx.AsyncClient(timeout=30) as client:
             base = await line_with(child, HTTP)
             address = await line_with(child, r"serving on (\S+)")
-            await until_healthy(base)
+            await get_until(base, "/health", is_ok)
             running = [asyncio.create_task(read(client, base + path, body)) for path, body in streams.items()]
             waiting = [asyncio.create_task(client.post(base + path, json=body)) for path, body in whole.items()]
             reader, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
@@ -148,9 +148,3 @@ async def read(client: httpx.AsyncClient, url: str, body: Any) -> str:
     async with client.stream("POST", url, json=body) as answer:
         assert answer.status_code == 200
         return (await answer.aread()).decode()
-
-
-async def until_healthy(operations: str) -> None:
-    async with asyncio.timeout(60):
-        while (await get(operations, "/health")).status_code != 200:
-            await asyncio.sleep(0.02)

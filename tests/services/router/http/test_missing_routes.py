@@ -1,13 +1,9 @@
 """Paths that do not exist say what there is instead; probes, models and CORS under the names that newcomers try."""
 
-from __future__ import annotations
-
-import asyncio
-
 import httpx
 
 from eyas.services.router.http.missing_routes import instead_of
-from tests.support.services.http_router import TOKENS, Script, http_router, worker
+from tests.support.services.http_router import TOKENS, Script, get_until, http_router, is_ok, worker
 
 MISSING = {
     "/v1/embeddings": "embeddings need another server",
@@ -66,9 +62,7 @@ async def test_models_are_named_before_a_verifier_serves_them(url: str) -> None:
             assert (answer["id"], answer["max_model_len"]) == ("demo", None)
         assert (await client.get("/v1/models/other")).status_code == 404
         async with worker(url, Script(TOKENS)):
-            async with asyncio.timeout(30):
-                while (await client.get("/ping")).status_code != 200:
-                    await asyncio.sleep(0.02)
+            await get_until(base, "/ping", is_ok)
             assert (await client.get("/v1/models")).json()["data"][0]["max_model_len"] > 0
             assert (await client.head("/ping")).status_code == 200
 

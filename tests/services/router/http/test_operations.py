@@ -4,7 +4,7 @@ import asyncio
 import re
 import socket
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -38,45 +38,45 @@ from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.services.router.test_router_cli import eyas
 from tests.support.services.authority import Authority
-from tests.support.services.http_router import ALL, REST_TEXT, Script, get, http_router, http_server, post, worker
+from tests.support.services.http_router import (
+    ALL,
+    REST_TEXT,
+    Script,
+    get,
+    get_until,
+    http_router,
+    http_server,
+    is_ok,
+    post,
+    worker,
+)
 from tests.support.services.redis_server import running_redis
 from tests.support.services.scripted_verifier import LEASE_S, MODEL, RETRY, TOKENS
 
 
 async def test_a_router_without_verifiers_is_ready_but_not_healthy(url: str) -> None:
-    async def poll(base: str, path: str, awaited: Callable[[httpx.Response], bool]) -> dict[str, object]:
-        async with asyncio.timeout(60):
-            while not awaited(answer := await get(base, path)):
-                await asyncio.sleep(0.01)
-        return dict(answer.json())
-
-    async def becomes(base: str, path: str, status: int) -> dict[str, object]:
-        return await poll(base, path, lambda answer: answer.status_code == status)
-
     async def serves_only_later(base: str) -> None:
         """The router takes requests and rejects them with a time to retry."""
         unhealthy = {"status": "unhealthy", "reason": "no verifier can be reached", "models": {}}
-        await poll(base, "/health", lambda answer: answer.status_code == 503 and answer.json() == unhealthy)
+        await get_until(base, "/health", lambda answer: answer.status_code == 503 and answer.json() == unhealthy)
         assert [(await get(base, path)).status_code for path in ("/live", "/ready")] == [200, 200]
         answer = await post(base, "/v1/completions", ALL)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
         assert int(answer.headers["retry-after"]) >= 1
 
     async with http_router(url, retry=replace(RETRY, budget_s=0.3)) as base:
-        assert await becomes(base, "/ready", 200) == {"status": "ready"}
+        assert (await get_until(base, "/ready", is_ok)).json() == {"status": "ready"}
         await serves_only_later(base)
         async with worker(url, Script(TOKENS)), worker(url, Script(()), "draft"):
             workers = {"verifiers": 1, "reachable_verifiers": 1, "drafters": 1}
             healthy = {"status": "healthy", "models": {"demo": workers}}
-            await poll(base, "/health", lambda answer: bool(answer.json() == healthy))
+            await get_until(base, "/health", lambda answer: bool(answer.json() == healthy))
         await serves_only_later(base)
 
 
 async def test_a_ready_router_warns_that_redis_is_away() -> None:
     async def ready(base: str, awaited: dict[str, str]) -> None:
-        async with asyncio.timeout(60):
-            while (await get(base, "/ready")).json() != awaited:
-                await asyncio.sleep(0.01)
+        await get_until(base, "/ready", lambda answer: bool(answer.json() == awaited))
 
     with ExitStack() as stack:
         redis = stack.enter_context(running_redis(free_port()))
@@ -90,9 +90,7 @@ async def test_a_starting_router_waits_for_its_discovery(url: str) -> None:
     """It is not ready while Redis is away, nor while it reaches none of the verifiers that it knows."""
 
     async def reason(base: str, awaited: str) -> None:
-        async with asyncio.timeout(60):
-            while (answer := await get(base, "/ready")).json().get("reason", "") != awaited:
-                await asyncio.sleep(0.01)
+        answer = await get_until(base, "/ready", lambda answer: bool(answer.json().get("reason", "") == awaited))
         assert answer.status_code == (503 if awaited else 200)
 
     async with http_router(f"redis://127.0.0.1:{free_port()}/0") as base:
@@ -117,19 +115,12 @@ async def test_metrics_equal_the_counts_of_the_process(url: str) -> None:
 
 async def test_every_get_route_answers_head(url: str) -> None:
     async with http_router(url) as base, httpx.AsyncClient(base_url=base, timeout=30) as client:
-        assert await becomes_ready(client)
+        await get_until(base, "/ready", is_ok)
         for path in ("/live", "/ready", "/health", "/v1/models", "/v1/models/other", "/version", "/metrics", "/docs", "/"):
             asked, whole = await client.head(path), await client.get(path)
             assert (asked.status_code, asked.content) == (whole.status_code, b""), path
             assert asked.headers["content-type"] == whole.headers["content-type"]
         assert (await client.head("/v1/completions")).status_code == 405
-
-
-async def becomes_ready(client: httpx.AsyncClient) -> bool:
-    async with asyncio.timeout(60):
-        while (await client.get("/ready")).status_code != 200:
-            await asyncio.sleep(0.01)
-    return True
 
 
 async def test_the_page_of_the_api_loads_nothing_from_elsewhere(url: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 from eyas.services.lifecycle import is_loopback
 from eyas.services.router.auth.keys import ApiKey, ApiKeys, hash_of
 from eyas.services.router.http.drafter_kill import KILL_PATH, KILL_SIGNAL, SUPERVISOR_VARIABLE
-from tests.support.services.http_router import TOKENS, Script, get, http_router, worker
+from tests.support.services.http_router import TOKENS, Script, http_router, worker
 
 SECRETS = {"all": ("generate", "models", "cluster"), "usual": ("generate", "models")}
 
@@ -88,18 +88,6 @@ async def test_the_state_names_addresses_only_for_its_scope(url: str) -> None:
         (verifier,) = answer.json()["workers"]
         assert (verifier["role"], verifier["health"], verifier["kv_cache"]["free_tokens"]) == ("verifier", "healthy", 10_000)
         assert ("address" in verifier) == has_address == ("127.0.0.1" in answer.text)
-
-
-@pytest.mark.parametrize(("key", "status"), [("usual", 403), ("", 401), ("unknown", 401)])
-async def test_the_state_needs_its_scope(url: str, key: str, status: int) -> None:
-    answer = await cluster(url, key, keys=keys())
-    assert (answer.status_code, "workers" in answer.json()) == (status, False)
-
-
-async def test_the_page_itself_needs_no_key(url: str) -> None:
-    async with http_router(url, keys=keys()) as base:
-        found = [(await get(base, path)).status_code for path in ("/", "/playground/playground.js", "/v1/models")]
-    assert found == [200, 200, 401]
 
 
 async def test_the_recorded_run_is_a_race_with_equal_tokens(url: str) -> None:

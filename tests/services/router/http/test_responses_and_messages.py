@@ -250,21 +250,6 @@ async def test_tokens_of_texts_and_chats_are_returned(url: str) -> None:
             assert part in answer.json()["error"]["message"]
 
 
-async def test_new_routes_need_a_key_and_count_as_requests(url: str) -> None:
-    bodies: dict[str, Any] = {
-        "/v1/responses": ASKED, "/v1/messages": MESSAGE, "/v1/messages/count_tokens": {"messages": MESSAGE["messages"]},
-        "/tokenize": {"prompt": "a"}, "/detokenize": {"tokens": [1]},
-    }  # fmt: skip
-    async with worker(url, Script(TOKENS)), http_router(url, keys=ApiKeys(plain_keys(["one"], "test"))) as base:
-        for path, asked in bodies.items():
-            assert (await post(base, path, asked)).status_code == 401, path
-            for headers in ({"Authorization": "Bearer one"}, {"x-api-key": "one"}):
-                assert (await post(base, path, asked, headers=headers)).status_code == 200, path
-        async with httpx.AsyncClient(base_url=base.removesuffix("/v1")) as client:
-            assert (await client.get("/version")).status_code == 401
-            assert set((await client.get("/version", headers={"x-api-key": "one"})).json()) == {"version"}
-
-
 HERMES = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}{# <tool_call> </think> #}"
 SHOWN = "{{ [messages, tools] | tojson }}{{ bos_token }}{# <tool_call> #}"
 PARAMETERS: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -5,6 +5,7 @@ import json
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from eyas.services.router.grpc_server import server_credentials
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from tests.support.services.authority import Authority
 from tests.support.services.http_router import http_server
-from tests.support.services.scripted_verifier import TOKENS, Script, ScriptedVerifier
+from tests.support.services.scripted_verifier import TOKENS, Script, ScriptedVerifier, until
 
 NAME = "llm.example.com"
 HOST = "127.0.0.1"
@@ -155,7 +156,5 @@ async def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path, monk
         assert await shown(address, old.pem)
         assert not await shown(address, new.pem)
         new.write(tmp_path, NAME)
-        async with asyncio.timeout(60):
-            while not await shown(address, new.pem):
-                await asyncio.sleep(0.02)
+        await until(partial(shown, address, new.pem))
         assert not await shown(address, old.pem)

@@ -1,7 +1,5 @@
 """Fields as other servers name them mean the same here, and what no server knows is refused or ignored."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """Every way to say what the output must match reaches the verifier as one constraint."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
