@@ -8,7 +8,7 @@ READY   := $(VENV)/.ready
 KERNELS := eyas/kernels/cpu/__pycache__/.compiled
 PROTOS  := $(wildcard protos/eyas/v1/*.proto)
 STUBS   := .
-WORKERS ?= 3
+WORKERS ?= 4
 CLEAN_ENV := env -u MAKEFLAGS -u MAKELEVEL -u MFLAGS
 SHARED   = -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 

@@ -1,14 +1,11 @@
 """Compiles the kernels that a GPU would launch, for GPUs that are not there."""
 
 import io
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +19,6 @@ from eyas.kernels.arguments import RecurrentInputs
 from eyas.models.inputs import Segment, Segments
 from eyas.models.recurrent_rows import RecurrentRows
 from tests.support.devices.launches import META, Launch, recorded
-from tests.support.repository import ROOT
 
 # KiB of shared memory that a program may have. sm_89 stands for Ada, on which drafters run.
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
@@ -32,8 +28,6 @@ WHOLE = (80, 90)
 ALL_LAYOUTS = 90
 # Kinds of GPU for which the product with a weight of 8 bits is compiled; sm_80 has no such numbers.
 FLOAT8_LINEAR = (89, 90, 100)
-# What the compiler made of a source is kept here; it takes half a second for each.
-KEPT = ROOT / "build" / "compiled"
 
 
 @dataclass(frozen=True)
@@ -110,18 +104,6 @@ def compiled(source: Any, options: dict[str, Any], sm: int) -> Compiled:
         source.fn.__name__, sm, registers, spilled, shared, residents, matrix, "cp.async" in ptx, slots,
         max(widths, default=0), conversions, products,
     )  # fmt: skip
-
-
-def kept(source: Any, options: dict[str, Any], sm: int) -> Compiled:
-    """As `compiled`; a source that was compiled before, by this file and this version of Triton, is not compiled again."""
-    import triton
-
-    key = f"{triton.__version__} {source.hash()} {sorted(options.items())} {sm} {Path(__file__).read_text(encoding='utf-8')}"
-    file = KEPT / f"{sha256(key.encode()).hexdigest()}.json"
-    if not file.exists():
-        KEPT.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(compiled(source, options, sm))), encoding="utf-8")
-    return Compiled(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def _loops(ttgir: str) -> str:
@@ -415,5 +397,5 @@ def compiled_kernels(sm: int, most: int | None = None) -> list[Compiled]:
         name, variant = source.fn.__name__, f"{source.hash()} {sorted(launch.options.items())}"
         if variant not in found and (most is None or counts[name] < most + (name == "_attend_parts")):
             counts[name] += 1
-            found[variant] = kept(source, launch.options, sm)
+            found[variant] = compiled(source, launch.options, sm)
     return list(found.values())
