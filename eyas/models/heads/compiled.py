@@ -44,7 +44,9 @@ class CompiledEagle:
         norms = [RMSNorm(weight, eps, adds_one=False) for weight in weights if weight is not None]
         self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(parts, norms, strict=True)]
         self._stack = CpuStack.of(self._layers)
-        self._first, self._final_norm = parts[0], norms[-1]
+        self._final_norm = norms[-1]
+        pair_norms = parts[0].hidden_norm, parts[0].input_norm  # none in an EAGLE-1 head, which has fc instead
+        self._pair_norms = [norm.detach().numpy() for norm in pair_norms if norm is not None]
 
     @staticmethod
     def compile_kernels() -> None:
@@ -66,7 +68,19 @@ class CompiledEagle:
             tokens: the target's ids [R].
             slots: for their keys and values [R].
         """
-        rows = self._inputs(states, sources, tokens, slots, keys)
+        head, width = self._head, states.shape[1]
+        if head.fc is not None:
+            embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
+            inputs, residual = head.first_inputs(embedded, states[torch.from_numpy(sources)])
+        else:
+            inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
+            self._kernels.pair_inputs(
+                states.numpy(), sources, self._embedding, tokens, *self._pair_norms, head.config.rms_norm_eps,
+                inputs.numpy(), residual.numpy(),
+            )  # fmt: skip
+            if head.config.wiring.norm_before_residual:
+                residual.copy_(inputs[:, width:])
+        rows = CpuRows(residual, slots, keys, inputs=inputs)
         rotary = self._cos[keys.positions], self._sin[keys.positions]
         if self._stack:
             self._stack.run(rows, [rotary], kv)
@@ -82,25 +96,6 @@ class CompiledEagle:
             self._kernels.norm(states.numpy(), norm.factors, norm.eps, normed.numpy())
             states = normed
         return self._head.lm_head(states)  # type: ignore[no-any-return]
-
-    def _inputs(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys) -> CpuRows:
-        """Return the inputs of the first layer."""
-        head, first, width = self._head, self._first, states.shape[1]
-        if head.fc is not None:
-            embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
-            joined, _ = head.first_inputs(embedded, states[torch.from_numpy(sources)])
-            return CpuRows(joined, slots, keys, inputs=joined)
-        assert first.input_norm is not None
-        assert first.hidden_norm is not None
-        inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
-        weights = first.hidden_norm.detach().numpy(), first.input_norm.detach().numpy()
-        self._kernels.pair_inputs(
-            states.numpy(), sources, self._embedding, tokens, *weights, head.config.rms_norm_eps, inputs.numpy(),
-            residual.numpy(),
-        )  # fmt: skip
-        if head.config.wiring.norm_before_residual:
-            residual.copy_(inputs[:, width:])
-        return CpuRows(residual, slots, keys, inputs=inputs)
 
 
 def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
