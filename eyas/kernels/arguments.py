@@ -121,6 +121,22 @@ class Frontier(NamedTuple):
 # Filters of draft probabilities at lower temperatures would leave one token.
 MIN_FILTER_TEMPERATURE = 0.1
 
+class AttentionRule(NamedTuple):
+    """How a layer weighs the keys that a row sees.
+
+    Attributes:
+        scaling: of the scores.
+        window: of sliding-window attention, in tokens.
+        softcap: limit of the scores, as in Gemma 2.
+        sinks: of each query head [H], as in gpt-oss: the score of a key without a value, which no softcap or scale changes.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
 
 class KVScales(NamedTuple):
     """Divisors of the keys and values of a layer before they are rounded to 8 bits."""

@@ -18,7 +18,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.device.host import num_cores
 from eyas.device.placement import runs_compiled
 from eyas.errors import install_command
-from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, KeptStates, RowKeys
+from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, AttentionRule, KeptStates, RowKeys
 from eyas.models.backends.packed_weights import (
     MIN_SHARED_ROWS,
     NO_ROWS,
@@ -203,10 +203,10 @@ class CpuStack:
             delta_norms=np.stack([np.stack(own[2:]) for own in factors]),
             head_norms=np.stack(head_norms).astype(np.float32, copy=False),
             eps=np.array([[norm.eps if norm else 0.0 for norm in own] for own in norms]),
-            windows=np.array([layer.window or NO_WINDOW for layer in layers]),
+            windows=np.array([layer.attention.window or NO_WINDOW for layer in layers]),
             sizes=np.array(self._sizes),
-            scaling=first.scaling,
-            softcap=first.softcap or 0.0,
+            scaling=first.attention.scaling,
+            softcap=first.attention.softcap or 0.0,
             is_silu=first.activation == "silu",
         )
 
@@ -326,15 +326,12 @@ class CpuLayer:
     """A decoder layer as `eyas.kernels.cpu.layers` computes it; the order is that of `FusedLayer.forward`.
 
     Attributes:
-        scaling, window, softcap: of its attention.
         out_norm, down_norm: of what attention and MLP give; None for none.
     """
 
     products: CpuProducts
     heads: HeadLayout
-    scaling: float
-    window: int | None
-    softcap: float | None
+    attention: AttentionRule
     activation: str
     mlp_norm: RMSNorm
     next_norm: RMSNorm
@@ -349,7 +346,7 @@ class CpuLayer:
         biases = tuple(packed is not None and packed.bias is not None for packed in products)
         norms = self.heads.norms is None, self.out_norm is None, self.down_norm is None
         heads = self.heads.num_heads, self.heads.num_kv_heads, self.heads.width
-        return sizes, biases, norms, heads, self.scaling, self.softcap, self.activation
+        return sizes, biases, norms, heads, self.attention._replace(window=None), self.activation
 
     @property
     def can_stack(self) -> bool:
@@ -384,11 +381,11 @@ class CpuLayer:
     def finish(self, kernels: Any, rows: CpuRows, qkv: Floats, kv: KVCache, index: int) -> None:
         """Advance `rows` by the layer behind its projections, see `project`."""
         _, out, gate_up, down = self.products
-        heads, count = self.heads, rows.count
+        heads, rule, count = self.heads, self.attention, rows.count
         attended, into = rows.buffer(heads.num_heads * heads.width)
         kernels.attend(
             qkv, heads.num_kv_heads, *kv.arrays[index], *rows.keys,
-            self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, 0, heads.num_kv_heads,
+            rule.scaling, rule.window or kernels.NO_WINDOW, rule.softcap or 0.0, 0, heads.num_kv_heads,
             into.reshape(count, -1, heads.width),
         )  # fmt: skip
         rows.add(kernels, out.multiply(attended), out.by, self.out_norm, self.mlp_norm)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from eyas.arrays import Floats, Ints
 from eyas.cache.kv_cache import KVCache
-from eyas.kernels.arguments import RowKeys
+from eyas.kernels.arguments import AttentionRule, RowKeys
 from eyas.models.backends.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack
 from eyas.models.backends.packed_weights import PackedLinear, PackedProduct
 from eyas.models.heads.block_config import BlockHeadConfig
@@ -103,7 +103,7 @@ def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
     sizes, parts = layer.sizes, (layer.qkv, layer.out, layer.gate_up, layer.down)
     products = CpuProducts.of(*(part.product if isinstance(part, PackedLinear) else part for part in parts))
     norm = RMSNorm(layer.post_norm, sizes.rms_norm_eps, adds_one=False)
-    return CpuLayer(products, layer.heads, sizes.head_dim**-0.5, None, None, "silu", norm, behind)
+    return CpuLayer(products, layer.heads, AttentionRule(sizes.head_dim**-0.5), "silu", norm, behind)
 
 
 class CompiledBackbone:
@@ -154,7 +154,7 @@ class CompiledBackbone:
             self._stack.run(rows, [rotary], kv)
             return rows.normed
         for number, layer in enumerate(self._layers):
-            rows.keys = whole if layer.window is None else causal
+            rows.keys = whole if layer.attention.window is None else causal
             layer.run(self._kernels, rows, rotary, kv, number)
         return rows.normed
 
@@ -166,7 +166,7 @@ class CompiledBackbone:
         out, down = (x.product if isinstance(x, PackedLinear) else x for x in (attention.o_proj, mlp.down_proj))
         products = CpuProducts.of(qkv, out, merged_product([mlp.gate_proj, mlp.up_proj]), down)
         mlp_norm = self._norm(layer.post_attention_layernorm.weight)
-        return CpuLayer(products, heads, c.head_dim**-0.5, window, None, "silu", mlp_norm, behind)
+        return CpuLayer(products, heads, AttentionRule(c.head_dim**-0.5, window), "silu", mlp_norm, behind)
 
     def _norm(self, weight: Tensor) -> RMSNorm:
         return RMSNorm(weight, self._config.rms_norm_eps, adds_one=False)
