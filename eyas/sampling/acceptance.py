@@ -67,6 +67,12 @@ class PackedTrees(NamedTuple):
         """The rows of each `DraftTree.ancestor_mask`, with 64 W columns for all trees, [R, 64 W]."""
         return np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
 
+    @property
+    def masks(self) -> Bools:
+        """The ancestor masks [n, n] of all trees, flat, one after the other."""
+        visible, counts = self.visible, self.nodes.counts
+        return visible[np.arange(visible.shape[1]) < np.repeat(counts, counts)[:, None]]
+
 
 class TreeLimits(NamedTuple):
     """Limits of several trees, as `DraftTree.validate` takes them: each list has an entry for each tree."""

@@ -27,7 +27,7 @@ from eyas.models.backends.packed_weights import (
     PackedProduct,
     Product,
 )
-from eyas.models.inputs import PackedInputs
+from eyas.models.inputs import PackedInputs, Segments
 
 if TYPE_CHECKING:
     from eyas.kernels.cpu.sharing import Helpers
@@ -62,14 +62,14 @@ class CpuDecoder:
         """Return what we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other
         ways to attend go to its own code. No hooks run where the KV cache keeps the states.
         """
-        is_plain = packed.attend is not None or not packed.segments or kv_cache.is_narrow
-        if is_plain or not runs_compiled(input_ids.device):
+        segments, is_plain = packed.segments, packed.attend is not None or kv_cache.is_narrow or not input_ids.numel()
+        if is_plain or not isinstance(segments, Segments) or not runs_compiled(input_ids.device):
             arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
             return type(self._decoder).forward(self._decoder, **arguments, **others)
         from eyas.kernels.cpu import layers as cpu_kernels
 
         embedded = self._decoder.embed_tokens(input_ids)
-        keys = RowKeys.of(packed.segments)
+        keys = segments.row_keys()
         rows = CpuRows(embedded[0], packed.slots.numpy(), keys)
         rotary = [self.rotary_tables(embedded, keys.positions, kind) for kind in self.rotary_kinds]
         rows.start(cpu_kernels, self._layers[0].input_norm)

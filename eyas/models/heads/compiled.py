@@ -17,7 +17,7 @@ from eyas.models.backends.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows,
 from eyas.models.backends.packed_weights import PackedLinear, PackedProduct
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import DraftLayer
-from eyas.models.inputs import Segment
+from eyas.models.inputs import Segment, Segments
 from eyas.models.layers.fused import merged_product
 from eyas.models.layers.norms import HeadLayout, RMSNorm
 
@@ -58,8 +58,9 @@ class CompiledEagle:
 
     def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache) -> Tensor:
         """Return states [R, H] of rows in slots, features [R, H], through all layers."""
-        tokens, slots = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "slots"))
-        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments), kv)
+        packed = Segments.of(segments)
+        tokens, _, slots, *_ = packed.rows
+        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, packed.row_keys(), kv)
 
     def run_rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys, kv: KVCache) -> Tensor:
         """Return the states [R, H] of rows behind the states [N, H] that `sources` [R] name.
@@ -144,11 +145,11 @@ class CompiledBackbone:
         """Return the rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see
         each other and their prefixes.
         """
-        whole = RowKeys.of(blocks)
+        whole = Segments.of(blocks).row_keys()
         rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
         causal = whole
         if self._config.causal_windows:
-            causal = RowKeys.of([block._replace(visible=None) for block in blocks])
+            causal = Segments.of([block._replace(visible=None) for block in blocks]).row_keys()
         rows.start(self._kernels, self._first)
         if self._stack and causal is whole:
             self._stack.run(rows, [rotary], kv)
