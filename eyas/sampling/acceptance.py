@@ -217,19 +217,18 @@ class StepOutputs(Sequence[VerifyOutput]):
         return cls(nothing, nothing, zeros, nothing, zeros, zeros, details or {})
 
     @classmethod
-    def matched(cls, rows: DrawnRows, samples: Ints) -> StepOutputs:
-        """Return the outputs of a step by the rule `match`. samples: drawn from the target, at each node [N]."""
-        trees = rows.trees
-        if trees is None:
-            return cls.empty(rows.num_requests)
-        return cls.accepted(rows, samples, trees.nodes.tokens, samples, samples)
+    def accepted(
+        cls,
+        rows: DrawnRows,
+        samples: Ints,
+        names: Ints | None = None,
+        wanted: Ints | None = None,
+        emitted: Ints | None = None,
+    ) -> StepOutputs:
+        """Walk down every tree of a step, as long as a node has a child that is wanted there.
 
-    @classmethod
-    def accepted(cls, rows: DrawnRows, samples: Ints, names: Ints, wanted: Ints, emitted: Ints) -> StepOutputs:
-        """Walk down every tree of a step that has some, as long as a node has a child that is wanted there.
-
-        By the rule `match` a node's name is its token, and wanted is what the target has drawn. By the rule `rejection` a
-        node's name is its row, and wanted is the row of the child that is accepted.
+        By the rule `match`, the default, a node's name is its token, and wanted and emitted is what the target has drawn. By
+        the rule `rejection` a node's name is its row, and wanted is the row of the child that is accepted.
 
         Args:
             samples: drawn from the target; this and the others are of all nodes [N].
@@ -238,9 +237,12 @@ class StepOutputs(Sequence[VerifyOutput]):
             emitted: after each node if it is accepted.
         """
         trees, places = rows.trees, rows.places
-        assert trees is not None, "no request draws"
+        if trees is None:
+            return cls.empty(rows.num_requests)
+        names = trees.nodes.tokens if names is None else names
+        wanted = samples if wanted is None else wanted
         kept, ends = tree_kernels().accepted_rows(trees.nodes.counts, names, trees.above, wanted)
-        nodes, tokens = kept - trees.roots[kept], emitted[kept]
+        nodes, tokens = kept - trees.roots[kept], (samples if emitted is None else emitted)[kept]
         counts, levels = trees.nodes.counts, np.maximum.reduceat(trees.depths, trees.nodes.firsts)
         if len(places) == rows.num_requests:
             return cls(nodes, tokens, ends, samples, counts.cumsum(), levels)

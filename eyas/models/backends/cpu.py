@@ -92,13 +92,9 @@ class CpuDecoder:
         _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
         return SimpleNamespace(last_hidden_state=rows.normed[None])
 
-    @property
-    def has_stack(self) -> bool:
-        """Return whether one kernel runs all layers, so that threads can share them."""
-        return self.stack is not None
-
     @cached_property
     def stack(self) -> CpuStack | None:
+        """The layers as one kernel runs them, so that threads can share them; None where it cannot."""
         return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
 
     def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
@@ -171,7 +167,7 @@ def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.d
     if is_narrow:
         return "engine.kv_cache_dtype keeps keys and values in 8 bits, which no kernel of the CPU reads; set it to auto"
     odd = f"they differ in shape, or have more biases, or numbers of outputs that are no multiple of {BLOCK_OUTPUTS}"
-    return "" if decoder.has_stack else odd
+    return "" if decoder.stack else odd
 
 
 class CpuStack:
