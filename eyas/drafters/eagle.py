@@ -76,12 +76,12 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             visible = self._visible(tree)
             slots = plan_tree_slots(sizes, dtype, device, head.max_model_len, widths, batch, capture, visible)
         compiled = None if slots or static_tree or config.emulated_device else head.compiled
-        num_tree_slots = padded_size(batch, 1) * sum(widths)
+        num_tree_slots = padded_size(batch) * sum(widths)
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots + num_grown_slots)
         self.num_grown_slots, self.first_grown_slot = num_grown_slots, self._kv.scratch - num_grown_slots
         first = self.first_grown_slot - num_tree_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
-        self._tree_slots = np.arange(first, self.first_grown_slot).reshape(padded_size(batch, 1), -1)
+        self._tree_slots = np.arange(first, self.first_grown_slot).reshape(padded_size(batch), -1)
         slots = slots and replace(slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
         self._compiled = compiled

@@ -99,7 +99,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.sessions = sessions
         self._max_expanded = static_tree.max_expanded if static_tree else tree.top_k  # nodes of a level, at most
         self._slots: TreeSlots | None = None
-        self._max_grown = padded_size(config.cuda_graph_max_batch, 1)  # sessions whose trees grow together
+        self._max_grown = padded_size(config.cuda_graph_max_batch)  # sessions whose trees grow together
         self._tree_slots: Ints | None = None  # of their rows, [sessions, rows]; None if each session has slots of its own
         self.graphs: TreeGraphs | None = None
         self.chain_graphs: ChainGraphs | None = None
@@ -412,7 +412,7 @@ def plan_tree_slots(
     tiling = replace(tiling_on(device, dtype, heads_per_kv, sizes.num_kv_heads), longest=max_model_len)
     trees = RowLayout(tuple(width for width in widths if width), tiling, max_model_len, device, visible)
     chains = trees if visible is not None else replace(trees, widths=(1,) * len(widths))
-    return TreeSlots(trees, chains, padded_size(max_batch, 1))
+    return TreeSlots(trees, chains, padded_size(max_batch))
 
 
 def new_rows(context: DraftContext, slots: Slots, count: int, attends: bool) -> Segment:

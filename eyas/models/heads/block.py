@@ -54,6 +54,8 @@ BlockAttention = Callable[[int, Projected], Tensor]
 # Of the context and of blocks.
 Both = tuple[Tensor, Tensor]
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
+# Of random weights.
+INITIAL_STD = 0.02
 
 
 class BlockHead(nn.Module):
@@ -64,10 +66,9 @@ class BlockHead(nn.Module):
 
     Args:
         max_model_len: positions of the rotary table.
-        std: of random weights, drawn from torch's global generator.
     """
 
-    def __init__(self, config: BlockHeadConfig, max_model_len: int, std: float = 0.02) -> None:
+    def __init__(self, config: BlockHeadConfig, max_model_len: int) -> None:
         super().__init__()
         c = self.config = config
         self.fc = empty_linear(len(c.aux_hidden_state_layers) * c.target_hidden, c.hidden)
@@ -84,7 +85,7 @@ class BlockHead(nn.Module):
         self.rotary: Tensor
         self.compiled: CompiledBackbone | None = None
         for name, parameter in self.named_parameters():
-            _initialise(name, parameter.data, std)
+            _initialise(name, parameter.data)
             parameter.requires_grad_(name not in FROZEN)
 
     @property
@@ -328,8 +329,8 @@ def attend_blocks_apart(query: Tensor, keys: Both, values: Both, masks: Both) ->
     return out.reshape(count, rows, heads, width)
 
 
-def _initialise(name: str, values: Tensor, std: float) -> None:
-    """Initialise a parameter as BlockHead's docstring says."""
+def _initialise(name: str, values: Tensor) -> None:
+    """Initialise a parameter as BlockHead's docstring says, or by torch's global generator."""
     module = name.rsplit(".", 2)[-2] if "." in name else name
     if name.endswith("base_kernel"):
         values.zero_()[:, 0] = 1.0
@@ -340,7 +341,7 @@ def _initialise(name: str, values: Tensor, std: float) -> None:
     ):
         values.zero_()
     else:
-        values.normal_(0.0, std)
+        values.normal_(0.0, INITIAL_STD)
 
 
 def load_block_head(
@@ -405,15 +406,11 @@ def serve(head: BlockHead, quantization: str = "") -> BlockHead:
 
 
 def load_block_fuser(
-    checkpoint: CheckpointSource,
-    target: CheckpointSource,
-    dtype: str = "float32",
-    device: str = "cpu",
-    wiring: HeadWiring | None = None,
+    checkpoint: CheckpointSource, target: CheckpointSource, dtype: str = "float32", device: str = "cpu"
 ) -> LinearFuser:
     """Load only the part of a block head that runs beside the target: fc and the norm behind it. Raises CheckpointError."""
     checkpoint = open_checkpoint(checkpoint)
-    config = read_block_config(checkpoint, open_checkpoint(target).text_config, wiring)
+    config = read_block_config(checkpoint, open_checkpoint(target).text_config)
     tensors = checkpoint.part_of(canonical_name, block_fuser_shapes(config))
     weight, norm = (tensors[name].to(getattr(torch, dtype)) for name in ("fc.weight", "hidden_norm.weight"))
     fuser = LinearFuser(weight, config.aux_hidden_state_layers, eps=config.rms_norm_eps, output_norm=norm)

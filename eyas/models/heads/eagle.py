@@ -305,7 +305,6 @@ def load_fuser(
     target: CheckpointSource,
     dtype: str = "float32",
     device: str = "cpu",
-    wiring: HeadWiring | None = None,
     kind: Kind = "eagle3",
 ) -> LinearFuser:
     """Load only the part of an EAGLE-3 or P-EAGLE head that runs beside the target: fc and the norms before it.
@@ -313,7 +312,7 @@ def load_fuser(
     Raises CheckpointError.
     """
     checkpoint = open_checkpoint(checkpoint)
-    config = read_head_config(checkpoint, open_checkpoint(target).text_config, kind, wiring)
+    config = read_head_config(checkpoint, open_checkpoint(target).text_config, kind)
     tensors = checkpoint.part_of(partial(canonical_name, kind=kind), fuser_shapes(config))
     return _fuser(config, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}).to(
         torch.device(device)
