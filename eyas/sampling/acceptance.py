@@ -74,32 +74,24 @@ class PackedTrees(NamedTuple):
         return visible[np.arange(visible.shape[1]) < np.repeat(counts, counts)[:, None]]
 
 
-class TreeLimits(NamedTuple):
-    """Limits of several trees, as `DraftTree.validate` takes them: each list has an entry for each tree."""
-
-    roots: Sequence[int]
-    max_nodes: Sequence[int]
-    max_depths: Sequence[int]
-    vocab_size: int
-
-
 def pack_trees(trees: Sequence[DraftTree]) -> PackedTrees:
     """Pack at least one tree."""
     nodes = DraftTrees.of(trees)
     return PackedTrees(nodes, *tree_kernels().layout(nodes.counts, nodes.parents))
 
 
-def are_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> bool:
+def are_valid_trees(trees: Sequence[DraftTree], limits: Sequence[tuple[int, int, int]], vocab_size: int) -> bool:
     """Return whether trees that may come from an untrusted drafter are deterministic and valid.
 
-    `DraftTree.validate` is the plain way, which also says what is wrong.
+    `DraftTree.validate` is the plain way, which also says what is wrong. limits: root, most nodes and most levels of each.
     """
     if not trees:
         return False
-    nodes, bounds = DraftTrees.of(trees), np.array(limits[:3], dtype=np.int64)
-    if any(nodes.sampled):
-        return False
-    return bool(tree_kernels().are_valid(nodes.counts, nodes.tokens, nodes.parents, bounds, limits.vocab_size))
+    nodes = DraftTrees.of(trees)
+    bounds = np.array(limits, np.int64).T.copy()
+    return not any(nodes.sampled) and bool(
+        tree_kernels().are_valid(nodes.counts, nodes.tokens, nodes.parents, bounds, vocab_size)
+    )
 
 
 class LogitRows(NamedTuple):
@@ -120,7 +112,7 @@ class LogitRows(NamedTuple):
     @property
     def num_drawn(self) -> int:
         """The rows at which a token is drawn."""
-        return 0 if self.tree is None else len(self.tree)
+        return 0 if self.tree is None else self.tree.num_nodes
 
 
 @dataclass(frozen=True)
