@@ -231,7 +231,7 @@ class RecentTrees:
         chances = survival.survival(trees)
         places = np.concatenate([np.argsort(np.argsort(-own, kind="stable")) for own in chances])
         depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
-        of_trees = np.repeat(weights / weights.sum(), [len(tree) for tree in trees])
+        of_trees = np.repeat(weights / weights.sum(), [tree.num_nodes for tree in trees])
         chance = np.concatenate(chances)
         order = np.argsort(-chance, kind="stable")
         order = order[depths[order] > 0]
