@@ -23,6 +23,7 @@ from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache
 from eyas.config import EngineConfig, TreeConfig
 from eyas.device.placement import E4M3_CAPABILITY
 from eyas.emulation.costs import DeviceCosts, PassCosts
+from eyas.kernels.arguments import AttentionRule
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
 from eyas.models.inputs import PackedInputs, Segment
@@ -240,10 +241,7 @@ def draw_roofline(steps: Sequence[Step], path: Path) -> bool:
         axes.plot(rows, [s.graphs for s in points], "o", color=f"C{index}", label=f"{name}, step")
         axes.plot(rows, [s.forward for s in points], "x", color=f"C{index}", label=f"{name}, forward pass")
         axes.plot(rows, [s.floor for s in points], "-", color=f"C{index}", label=f"{name}, floor")
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlabel("rows in the step")
-    axes.set_ylabel("ms")
+    axes.set(xscale="log", yscale="log", xlabel="rows in the step", ylabel="ms")
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
     return True
@@ -258,7 +256,7 @@ def _layer(backend: ForwardBackend, target: TargetModel, segments: list[Segment]
     num_kv, width = target.kv_shapes[0][:2]
     shape = (len(packed.tokens), num_kv * target.heads_per_kv, width)
     query = torch.randn(shape, dtype=target.dtype, device=target.device)
-    return lambda: attend(query, kv_cache.keys[0], kv_cache.values[0], packed, width**-0.5)
+    return lambda: attend(query, kv_cache.keys[0], kv_cache.values[0], packed, AttentionRule(width**-0.5))
 
 
 def _library(target: TargetModel, segments: Sequence[Segment], kv_cache: KVCache) -> Callable[[], object]:

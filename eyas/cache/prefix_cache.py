@@ -84,6 +84,11 @@ class Node:
     salt: str = ""
     state: int = START
 
+    @property
+    def is_evictable(self) -> bool:
+        """Return whether it is a leaf that no sequence holds."""
+        return self.parent is not None and not self.children and not self.holders
+
     def path(self) -> Iterator[Node]:
         """Return this node and the nodes above it, without the root."""
         node = self
@@ -105,18 +110,8 @@ class CachedPrefix:
     num_known: int = 0
 
 
-@dataclass(frozen=True, order=True)
-class _Entry:
-    """A leaf that may be evicted, unless it has changed since."""
-
-    used: float
-    number: int
-    node: Node = field(compare=False)
-
-    @property
-    def valid(self) -> bool:
-        node = self.node
-        return node.parent is not None and not node.children and not node.holders and node.used == self.used
+# A leaf that may be evicted, unless it has changed since: its last use then, a number that is its own, and the leaf.
+_Entry = tuple[float, int, Node]
 
 
 class PrefixCache:
@@ -314,7 +309,7 @@ class PrefixCache:
         assert self.num_cached == sum(len(node.slots) for node in nodes)
         num_evictable = sum(len(node.slots) for node in nodes if not node.holders)
         assert self.num_available == self._allocator.num_free + num_evictable
-        offered = {entry.node for entry in self._entries if entry.valid}
+        offered = {node for used, _, node in self._entries if node.used == used and node.is_evictable}
         assert offered == {node for node in nodes if not node.children and not node.holders}, "a leaf cannot be evicted"
         for prefix in prefixes:
             runs = [node.slots for node in prefix.node.path()]
@@ -337,10 +332,10 @@ class PrefixCache:
         num_evictable = self.num_available - self._allocator.num_free
         assert count <= num_evictable, f"{count} slots to be evicted, {num_evictable} evictable"
         while count > 0:
-            while not (entry := heapq.heappop(self._entries)).valid:
-                pass
-            leaf, parent = entry.node, entry.node.parent
-            assert parent is not None
+            used, _, leaf = heapq.heappop(self._entries)
+            parent = leaf.parent
+            if parent is None or leaf.used != used or not leaf.is_evictable:
+                continue
             kept = max(len(leaf.slots) - count, 0)
             count -= len(leaf.slots) - kept
             self.num_cached -= len(leaf.slots) - kept
@@ -359,10 +354,9 @@ class PrefixCache:
 
     def _offer(self, node: Node) -> None:
         """Make a node a candidate for eviction, if it is an unheld leaf."""
-        entry = _Entry(node.used, next(self._numbers), node)
-        if not entry.valid:
+        if not node.is_evictable:
             return
-        heapq.heappush(self._entries, entry)
+        heapq.heappush(self._entries, (node.used, next(self._numbers), node))
         if len(self._entries) > 2 * self._num_nodes + _SPARE_ENTRIES:
-            latest = {entry.node: entry for entry in self._entries if entry.valid}
+            latest = {entry[2]: entry for entry in self._entries if entry[2].used == entry[0] and entry[2].is_evictable}
             self._entries = sorted(latest.values())

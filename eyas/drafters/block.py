@@ -68,7 +68,7 @@ class BlockDrafter(NeuralDrafter[None]):
         self._head, dtype = head, head.embed_tokens.weight.dtype
         whole, batch = np.ones((c.block_size, c.block_size), dtype=np.bool_), config.cuda_graph_max_batch
         slots = plan_tree_slots(c, dtype, device, head.max_model_len, [c.block_size], batch, capture, whole)
-        num_tree_slots = padded_size(batch, 1) * c.block_size
+        num_tree_slots = padded_size(batch) * c.block_size
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots)
         first = self._kv.scratch - num_tree_slots
         ledger: KVLedger[None] = KVLedger(first, head.max_model_len)

@@ -31,7 +31,6 @@ from eyas.drafters.base import (
 )
 from eyas.drafters.lookup.base import attached, best_leaves, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
-from eyas.drafters.trees.cpu_growth import trees_of_cells
 from eyas.kernels.choice import tree_kernels
 from eyas.protocol.commit import NO_TREE, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees, PreparedTree
@@ -362,5 +361,5 @@ def merge_trees(
     most, columns = int(limits.max()), (nodes.tokens, nodes.parents, nodes.log_probs)
     cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
     tree_kernels().merge(counts, nodes.counts, *columns, limits, depths, min_share, cells, scores)
-    made = trees_of_cells(roots, cells, scores)
+    made = DraftTrees.below(roots, cells[0, :, :-1], cells[1, :, :-1], scores, cells[0, :, -1])
     return replace(made, grown_ahead=np.array([any(tree.grown_ahead for tree in own) for own in trees]))

@@ -23,7 +23,7 @@ from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, DraftWork, within
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, new_rows, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
-from eyas.drafters.trees.cpu_growth import CompiledRows, LevelGrowth
+from eyas.drafters.trees.cpu_growth import LevelGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import FoundRows, GrownRows, GrowthShape, Roots
 from eyas.drafters.trees.scoring import make_scorer, unfiltered_words
@@ -76,12 +76,12 @@ class EagleDrafter(NeuralDrafter[Tensor]):
             visible = self._visible(tree)
             slots = plan_tree_slots(sizes, dtype, device, head.max_model_len, widths, batch, capture, visible)
         compiled = None if slots or static_tree or config.emulated_device else head.compiled
-        num_tree_slots = padded_size(batch, 1) * sum(widths)
+        num_tree_slots = padded_size(batch) * sum(widths)
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots + num_grown_slots)
         self.num_grown_slots, self.first_grown_slot = num_grown_slots, self._kv.scratch - num_grown_slots
         first = self.first_grown_slot - num_tree_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
-        self._tree_slots = np.arange(first, self.first_grown_slot).reshape(padded_size(batch, 1), -1)
+        self._tree_slots = np.arange(first, self.first_grown_slot).reshape(padded_size(batch), -1)
         slots = slots and replace(slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
         self._compiled = compiled
@@ -208,13 +208,11 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         assert self._tree_slots is not None
         shape = self._shape(contexts, self._max_expanded)
         budgets = [within(context.budget, self.tree) for context in contexts]
-        growth = LevelGrowth(self.draft_ids, words, budgets, shape)
-        rows = CompiledRows(self._prefix_slots(contexts), self._tree_slots, self._head.max_model_len)
+        places = self._prefix_slots(contexts), self._tree_slots, self._head.max_model_len
+        growth = LevelGrowth(self.draft_ids, words, budgets, shape, *places)
         growth.add(compiled.logits(states))
         while growth.widths.any():
-            sources, places = rows.add(growth)
-            tokens = self.draft_ids.numpy()[growth.tokens[places]]
-            states = compiled.run_rows(states, sources, tokens, rows.slots, rows.keys, self._kv)
+            states = compiled.run_rows(states, *growth.rows(), self._kv)
             growth.add(compiled.logits(states))
         return growth.trees([context.tokens[-1] for context in contexts])
 

@@ -84,7 +84,7 @@ class MultiHeadDrafter(NeuralDrafter[None]):
             plan = plan_tree_slots(self._prefix.sizes, dtype, device, len(self._prefix.rotary), (), max_batch, capture)
             return plan and replace(plan, spare=self._kv.scratch)
         nothing = RowLayout((), Tiling(1, 1, 1), 1, device)
-        return TreeSlots(nothing, nothing, padded_size(max_batch, 1)) if capture else None
+        return TreeSlots(nothing, nothing, padded_size(max_batch)) if capture else None
 
     @property
     def work(self) -> DraftWork:

@@ -11,7 +11,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Generic
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from eyas.drafters.emulated import EmulatedExpansion
 from eyas.drafters.sessions import KVLedger, KVSession, StateT, num_features
 from eyas.drafters.trees.cuda_graphs import ChainGraphs, ExtendGraphs, ExtendPass, RoundPlace, TreeGraphs, TreeSpec
 from eyas.drafters.trees.growth import (
-    Candidates,
     Expansion,
     StaticTree,
     chain_trees,
@@ -38,10 +37,8 @@ from eyas.drafters.trees.growth import (
 )
 from eyas.drafters.trees.rows import GroupLevels, GrowthShape, Roots, RowLayout, SlotLevels, SlotRows, TreeSlots
 from eyas.drafters.trees.scoring import (
-    LevelScorer,
     MaskedExpansion,
     MaskedScorer,
-    Scored,
     Scorer,
     biased_scorer,
     chain_scorer,
@@ -99,7 +96,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         self.sessions = sessions
         self._max_expanded = static_tree.max_expanded if static_tree else tree.top_k  # nodes of a level, at most
         self._slots: TreeSlots | None = None
-        self._max_grown = padded_size(config.cuda_graph_max_batch, 1)  # sessions whose trees grow together
+        self._max_grown = padded_size(config.cuda_graph_max_batch)  # sessions whose trees grow together
         self._tree_slots: Ints | None = None  # of their rows, [sessions, rows]; None if each session has slots of its own
         self.graphs: TreeGraphs | None = None
         self.chain_graphs: ChainGraphs | None = None
@@ -285,7 +282,13 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
         scorer = self._ruled(scorer, contexts)
-        candidates, rows = self._grow_candidates(self._roots(contexts, states), scorer, shape)
+        expansion = self._expand_on_device(self._roots(contexts, states), shape)
+        masked = masked_expansion(expansion, scorer)
+        if self._static_tree:
+            candidates = grow_static(masked, scorer, self._static_tree, shape.num_steps)
+        else:
+            candidates = grow_dynamic(masked, scorer, shape)
+        rows = self._rows_run(_computing(expansion))
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
 
@@ -306,17 +309,7 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
         return chain_trees(found.tolist(), contexts, self.tree.num_draft_tokens)
 
-    def _grow_candidates(self, roots: Roots, scorer: Scorer, shape: GrowthShape) -> tuple[Candidates, Tensor | None]:
-        """Return candidates of at most `shape.num_steps` levels, and the output of `_rows_run`."""
-        expansion = self._expand_on_device(roots, shape)
-        masked = masked_expansion(expansion, scorer)
-        if self._static_tree:
-            candidates = grow_static(masked, scorer, self._static_tree, shape.num_steps)
-        else:
-            candidates = grow_dynamic(masked, scorer, shape)
-        return candidates, self._rows_run(_computing(expansion))
-
-    def _ruled(self, scorer: LevelScorer[Scored], contexts: Sequence[DraftContext]) -> LevelScorer[Scored]:
+    def _ruled(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:
         """Return the scorer with the biases and within the grammars of the sessions."""
         scorer = biased_scorer(scorer, contexts, self.draft_ids)
         if not any(context.allowed for context in contexts):
@@ -375,7 +368,7 @@ def _computing(expansion: Expansion) -> Expansion:
     return expansion.expansion if isinstance(expansion, EmulatedExpansion) else expansion
 
 
-def masked_expansion(expansion: Expansion, scorer: LevelScorer[Any]) -> Expansion:
+def masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:
     """Return the expansion, whose scorer learns which nodes it scores if it has masks."""
     return MaskedExpansion(expansion, scorer) if isinstance(scorer, MaskedScorer) else expansion
 
@@ -412,7 +405,7 @@ def plan_tree_slots(
     tiling = replace(tiling_on(device, dtype, heads_per_kv, sizes.num_kv_heads), longest=max_model_len)
     trees = RowLayout(tuple(width for width in widths if width), tiling, max_model_len, device, visible)
     chains = trees if visible is not None else replace(trees, widths=(1,) * len(widths))
-    return TreeSlots(trees, chains, padded_size(max_batch, 1))
+    return TreeSlots(trees, chains, padded_size(max_batch))
 
 
 def new_rows(context: DraftContext, slots: Slots, count: int, attends: bool) -> Segment:

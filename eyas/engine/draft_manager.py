@@ -16,14 +16,14 @@ from torch import Tensor
 
 from eyas.api.request import Request
 from eyas.config import AcceptanceRule
-from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter, PathMasks, Pending
+from eyas.drafters.base import DraftContext, Drafter, DrafterNeeds, LocalDrafter, PathMasks, Pending
 from eyas.engine.runner import ModelRunner
 from eyas.engine.sequence import DraftReply, Sequence
 from eyas.errors import ConfigError, InvalidTree
 from eyas.kernels.noise import draft_seed
 from eyas.protocol.commit import NO_TREE, Commit, KnownLogitBias, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import TreeLimits, are_valid_trees
+from eyas.sampling.acceptance import are_valid_trees
 
 # What contexts are copied from.
 NO_COMMIT: DraftContext = Commit("", 0, 0, (), None, NoiseKey(0), NO_TREE)
@@ -200,14 +200,21 @@ class DraftManager:
         pairs = zip(contexts, drafts, strict=True)
         found = [(context, draft) for context, draft in pairs if isinstance(draft, DraftTree)]
         if found and all(context.proposal == "deterministic" for context, _ in found):
-            limits = TreeLimits(
-                roots=[context.tokens[-1] for context, _ in found],
-                max_nodes=[context.budget.max_nodes for context, _ in found],
-                max_depths=[context.budget.max_depth for context, _ in found],
-                vocab_size=self._runner.target.vocab_size,
-            )
-            are_valid = are_valid_trees([tree for _, tree in found], limits)
-        return [self._reply(*each, are_valid) for each in zip(requested, contexts, drafts, strict=True)]
+            limits = [(context.tokens[-1], *context.budget) for context, _ in found]
+            are_valid = are_valid_trees([tree for _, tree in found], limits, self._runner.target.vocab_size)
+        replies = list[DraftReply]()
+        for sequence, context, draft in zip(requested, contexts, drafts, strict=True):
+            tree, drafted, epoch = None, sequence.drafted, sequence.epoch
+            if isinstance(draft, DraftTree):
+                is_usable = (are_valid or self._is_valid(draft, context)) and context.budget.wants_tree
+                tree, drafted = draft if is_usable else None, context.committed_length
+            elif isinstance(draft, ResyncRequired):
+                drafted = draft.committed_length
+                if not 0 <= drafted <= sequence.num_draftable:
+                    self._rejected.append(context.session)
+                    drafted, epoch = 0, epoch + 1
+            replies.append(DraftReply(sequence, tree, drafted, epoch))
+        return replies
 
     def release(self, request_ids: Seq[str]) -> None:
         """Let the drafter forget requests that have ended, once no answer is pending."""
@@ -242,18 +249,6 @@ class DraftManager:
             features=features,
             budget=budget,
         )
-
-    def _reply(self, sequence: Sequence, context: DraftContext, draft: Draft, is_valid: bool) -> DraftReply:
-        """Return a reply. is_valid: whether the tree is known to be valid."""
-        if isinstance(draft, DraftTree):
-            tree = draft if (is_valid or self._is_valid(draft, context)) and context.budget.wants_tree else None
-            return DraftReply(sequence, tree, context.start_position + len(context.tokens), sequence.epoch)
-        if isinstance(draft, ResyncRequired):
-            if 0 <= draft.committed_length <= sequence.num_draftable:
-                return DraftReply(sequence, None, draft.committed_length, sequence.epoch)
-            self._rejected.append(context.session)
-            return DraftReply(sequence, None, 0, sequence.epoch + 1)
-        return DraftReply(sequence, None, sequence.drafted, sequence.epoch)
 
     def _is_valid(self, tree: DraftTree, context: DraftContext) -> bool:
         try:

@@ -24,7 +24,7 @@ from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence
 from eyas.grammar.compiler import GrammarCompiler, OutputMatchers
 from eyas.kernels.choice import tree_kernels
 from eyas.models.target import TargetModel
-from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutputs, VerifyOutput
+from eyas.sampling.acceptance import DrawnRows, StepOutputs, VerifyOutput
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.verify import nothing, verify
 
@@ -195,13 +195,14 @@ class Engine:
         threads, so masks are not computed again.
         """
         if wait_for_masks is None:
-            wait_for_masks = TokenMasks if not self.grammars.outputs else self.grammars.start(_logit_rows(batch))
+            outputs = self.grammars.outputs
+            wait_for_masks = self.grammars.start([each.logit_rows for each in batch]) if outputs else TokenMasks
         try:
             draws_on_ranks = self.runner.target.shared_vocabulary is not None
             rows = drawn_rows(batch)
             output = self.runner.forward(step_segments(batch, rows, draws_on_ranks))
             are_alone = _want_tokens_alone(batch, rows) and all(output.is_drawn)
-            logit_rows = () if are_alone else _logit_rows(batch)
+            logit_rows = () if are_alone else [each.logit_rows for each in batch]
             return verify(logit_rows, rows, output, self._rules, wait_for_masks, meanwhile)
         except torch.OutOfMemoryError as error:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])
@@ -352,7 +353,3 @@ def _want_tokens_alone(batch: Seq[ScheduledSequence], rows: DrawnRows) -> bool:
         or (scheduled.tree is None and request.sampling.prompt_logprobs is not None)
     ]
     return not special
-
-
-def _logit_rows(batch: Seq[ScheduledSequence]) -> list[LogitRows]:
-    return [scheduled.logit_rows for scheduled in batch]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -53,14 +54,14 @@ class ModelRunner:
         self._fuser = fuser
         if fuser is not None and target.device.type == "cpu" and kv_cache.features.shape[1] == fuser.state_width:
             kv_cache.state_layers = target.aux_hidden_state_layers
-        self._workers = workers or TargetWorkers()
+        self._workers = workers if workers and workers.size > 1 else None
 
     def forward(self, segments: Seq[Segment]) -> StepOutput:
         """Run one forward pass on every rank: logits of each segment's `logits_indices`, or tokens drawn there.
 
         Raises torch.OutOfMemoryError on rank 0 if a rank has no memory for the pass, and on that rank. All stay in step.
         """
-        with self._workers.forward(segments):
+        with self._workers.forward(segments) if self._workers else nullcontext():
             try:
                 packed = self.backend.pack(segments)
                 out = self.backend.forward(packed, self.kv_cache)

@@ -15,7 +15,6 @@ from eyas.protocol.commit import NoiseKey
 
 if TYPE_CHECKING:
     from eyas.kernels.probabilities import Filters
-    from eyas.models.inputs import Segment
 
 # Applies temperature and filters, see `kernels.probabilities`, to logits [N, D]: probabilities of the same shape.
 ProbsFunction: TypeAlias = "Callable[[Tensor, Filters], Tensor]"
@@ -122,6 +121,22 @@ class Frontier(NamedTuple):
 MIN_FILTER_TEMPERATURE = 0.1
 
 
+class AttentionRule(NamedTuple):
+    """How a layer weighs the keys that a row sees.
+
+    Attributes:
+        scaling: of the scores.
+        window: of sliding-window attention, in tokens.
+        softcap: limit of the scores, as in Gemma 2.
+        sinks: of each query head [H], as in gpt-oss: the score of a key without a value, which no softcap or scale changes.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
 class KVScales(NamedTuple):
     """Divisors of the keys and values of a layer before they are rounded to 8 bits."""
 
@@ -182,22 +197,6 @@ class RowKeys(NamedTuple):
     num_masked: Ints
     visible: Bools
     positions: Ints
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment]) -> RowKeys:
-        """Return the keys of packed segments."""
-        counts = np.array([len(s.tokens) for s in segments], dtype=np.int64)
-        ends = np.cumsum(counts)
-        return cls(
-            starts=ends - counts,
-            ends=ends,
-            prefix=np.concatenate([NO_SLOTS, *(part for s in segments for part in (s.prefix, s.others))]),
-            prefix_ends=np.cumsum([len(s.prefix) + len(s.others) for s in segments], dtype=np.int64),
-            causal=np.array([s.visible is None for s in segments]),
-            num_masked=np.array([len(s.others) for s in segments], dtype=np.int64),
-            visible=np.concatenate([NO_MASK, *(s.visible.ravel() for s in segments if s.visible is not None)]),
-            positions=np.concatenate([s.positions for s in segments]).astype(np.int64, copy=False),
-        )
 
 
 # Outputs in a block of a weight that the kernels of the CPU multiply by.

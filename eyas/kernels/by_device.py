@@ -102,7 +102,7 @@ def sampling_kernels(values: Tensor) -> SamplingKernels:
         return triton_kernels
     # A kernel of the CPU reads at once: not what an emulated device computes later, nor what has gradients.
     if type(values) is Tensor and not values.requires_grad and runs_compiled(values.device):
-        from eyas.kernels.cpu import draws as compiled
+        from eyas.kernels.cpu import sampling as compiled
 
         return compiled
     from eyas.kernels.plain import sampling as plain
@@ -115,7 +115,7 @@ def sample(logits: Tensor, draws: Draws) -> Tensor:
 
     Temperature 0 takes the likeliest token. Above it, argmin noise / probs: noise depends on (seed, position, token) alone.
     """
-    if not len(draws):
+    if not len(logits):
         return torch.empty(0, dtype=torch.int64, device=logits.device)
     return sampling_kernels(logits).draw_rows(logits.contiguous(), draws)
 

@@ -18,7 +18,7 @@ from eyas.arrays import Bools, Int32s, Ints
 from eyas.cache.slot_tables import TableId
 from eyas.cache.states import StateStep
 from eyas.device.transfer import upload
-from eyas.kernels.arguments import NO_SLOTS
+from eyas.kernels.arguments import NO_MASK, NO_SLOTS, RowKeys
 from eyas.models.recurrent_rows import RecurrentRows
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling.acceptance import PackedTrees
@@ -124,6 +124,28 @@ class Segments(Sequence[Segment]):
     def num_logits(self) -> int:
         """Rows whose logits are asked for."""
         return len(self.rows.logits_indices)
+
+    def row_keys(self) -> RowKeys:
+        """Return the keys that the rows see, for the kernels of the CPU."""
+        counts, ends, prefixes = self.rows.counts, np.cumsum(self.rows.counts), self.prefixes
+        causal, num_others = np.zeros(len(counts), np.bool_), np.zeros(len(counts), np.int64)
+        if self.trees is not None:
+            masks = self.trees.masks
+        else:
+            prefixes = [np.concatenate([s.prefix, s.others]) if len(s.others) else s.prefix for s in self._given]
+            num_others[:] = [len(s.others) for s in self._given]
+            causal[:] = [s.visible is None for s in self._given]
+            masks = np.concatenate([NO_MASK, *(s.visible.ravel() for s in self._given if s.visible is not None)])
+        return RowKeys(
+            starts=ends - counts,
+            ends=ends,
+            prefix=np.concatenate([NO_SLOTS, *prefixes]),
+            prefix_ends=np.cumsum([len(own) for own in prefixes], dtype=np.int64),
+            causal=causal,
+            num_masked=num_others,
+            visible=masks,
+            positions=self.rows.positions.astype(np.int64, copy=False),
+        )
 
     def __len__(self) -> int:
         return len(self.prefixes)

@@ -67,14 +67,11 @@ class PackedTrees(NamedTuple):
         """The rows of each `DraftTree.ancestor_mask`, with 64 W columns for all trees, [R, 64 W]."""
         return np.unpackbits(self.words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
 
-
-class TreeLimits(NamedTuple):
-    """Limits of several trees, as `DraftTree.validate` takes them: each list has an entry for each tree."""
-
-    roots: Sequence[int]
-    max_nodes: Sequence[int]
-    max_depths: Sequence[int]
-    vocab_size: int
+    @property
+    def masks(self) -> Bools:
+        """The ancestor masks [n, n] of all trees, flat, one after the other."""
+        visible, counts = self.visible, self.nodes.counts
+        return visible[np.arange(visible.shape[1]) < np.repeat(counts, counts)[:, None]]
 
 
 def pack_trees(trees: Sequence[DraftTree]) -> PackedTrees:
@@ -83,17 +80,18 @@ def pack_trees(trees: Sequence[DraftTree]) -> PackedTrees:
     return PackedTrees(nodes, *tree_kernels().layout(nodes.counts, nodes.parents))
 
 
-def are_valid_trees(trees: Sequence[DraftTree], limits: TreeLimits) -> bool:
+def are_valid_trees(trees: Sequence[DraftTree], limits: Sequence[tuple[int, int, int]], vocab_size: int) -> bool:
     """Return whether trees that may come from an untrusted drafter are deterministic and valid.
 
-    `DraftTree.validate` is the plain way, which also says what is wrong.
+    `DraftTree.validate` is the plain way, which also says what is wrong. limits: root, most nodes and most levels of each.
     """
     if not trees:
         return False
-    nodes, bounds = DraftTrees.of(trees), np.array(limits[:3], dtype=np.int64)
-    if any(nodes.sampled):
-        return False
-    return bool(tree_kernels().are_valid(nodes.counts, nodes.tokens, nodes.parents, bounds, limits.vocab_size))
+    nodes = DraftTrees.of(trees)
+    bounds = np.array(limits, np.int64).T.copy()
+    return not any(nodes.sampled) and bool(
+        tree_kernels().are_valid(nodes.counts, nodes.tokens, nodes.parents, bounds, vocab_size)
+    )
 
 
 class LogitRows(NamedTuple):
@@ -114,7 +112,7 @@ class LogitRows(NamedTuple):
     @property
     def num_drawn(self) -> int:
         """The rows at which a token is drawn."""
-        return 0 if self.tree is None else len(self.tree)
+        return 0 if self.tree is None else self.tree.num_nodes
 
 
 @dataclass(frozen=True)
@@ -211,19 +209,18 @@ class StepOutputs(Sequence[VerifyOutput]):
         return cls(nothing, nothing, zeros, nothing, zeros, zeros, details or {})
 
     @classmethod
-    def matched(cls, rows: DrawnRows, samples: Ints) -> StepOutputs:
-        """Return the outputs of a step by the rule `match`. samples: drawn from the target, at each node [N]."""
-        trees = rows.trees
-        if trees is None:
-            return cls.empty(rows.num_requests)
-        return cls.accepted(rows, samples, trees.nodes.tokens, samples, samples)
+    def accepted(
+        cls,
+        rows: DrawnRows,
+        samples: Ints,
+        names: Ints | None = None,
+        wanted: Ints | None = None,
+        emitted: Ints | None = None,
+    ) -> StepOutputs:
+        """Walk down every tree of a step, as long as a node has a child that is wanted there.
 
-    @classmethod
-    def accepted(cls, rows: DrawnRows, samples: Ints, names: Ints, wanted: Ints, emitted: Ints) -> StepOutputs:
-        """Walk down every tree of a step that has some, as long as a node has a child that is wanted there.
-
-        By the rule `match` a node's name is its token, and wanted is what the target has drawn. By the rule `rejection` a
-        node's name is its row, and wanted is the row of the child that is accepted.
+        By the rule `match`, the default, a node's name is its token, and wanted and emitted is what the target has drawn. By
+        the rule `rejection` a node's name is its row, and wanted is the row of the child that is accepted.
 
         Args:
             samples: drawn from the target; this and the others are of all nodes [N].
@@ -232,9 +229,12 @@ class StepOutputs(Sequence[VerifyOutput]):
             emitted: after each node if it is accepted.
         """
         trees, places = rows.trees, rows.places
-        assert trees is not None, "no request draws"
+        if trees is None:
+            return cls.empty(rows.num_requests)
+        names = trees.nodes.tokens if names is None else names
+        wanted = samples if wanted is None else wanted
         kept, ends = tree_kernels().accepted_rows(trees.nodes.counts, names, trees.above, wanted)
-        nodes, tokens = kept - trees.roots[kept], emitted[kept]
+        nodes, tokens = kept - trees.roots[kept], (samples if emitted is None else emitted)[kept]
         counts, levels = trees.nodes.counts, np.maximum.reduceat(trees.depths, trees.nodes.firsts)
         if len(places) == rows.num_requests:
             return cls(nodes, tokens, ends, samples, counts.cumsum(), levels)

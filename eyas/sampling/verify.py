@@ -52,7 +52,7 @@ def verify(
         tokens = None if rows.trees is None else tokens_of(output, rows.draws)
         meanwhile()
         samples = NO_SAMPLES if tokens is None else download(tokens)[0].astype(np.int64)
-        return _usable(StepOutputs.matched(rows, samples), vocab_size)
+        return _usable(StepOutputs.accepted(rows, samples), vocab_size)
     is_drawn = output.is_drawn or (False,) * len(batch)
     numbers = [number for number, drawn in enumerate(is_drawn) if not drawn]
     whole = [batch[number] for number in numbers]
@@ -89,7 +89,7 @@ def accept_drafts(rows: DrawnRows, samples: Ints, verdicts: SiblingVerdicts, cel
     """
     trees = rows.trees
     if trees is None or not verdicts.trees:
-        return StepOutputs.matched(rows, samples)
+        return StepOutputs.accepted(rows, samples)
     names, wanted, emitted = trees.nodes.tokens.copy(), samples.copy(), samples.copy()
     for first, tree in verdicts.trees.items():
         own = slice(places[first], places[first] + len(tree))

@@ -29,7 +29,6 @@ from eyas.models.heads.eagle_config import (
     Output,
     canonical_name,
     layer_prefix,
-    optional_tensors,
     read_head_config,
     tensor_shapes,
 )
@@ -398,7 +397,7 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
 
 def _random_tensors(c: EagleHeadConfig, target: TargetWeights, draft_ids: Tensor) -> dict[str, Tensor]:
     """Return the weights of a new head under their published names; its lm_head starts as the target's."""
-    optional = optional_tensors(c) - {"norm.weight"}
+    optional = c.optional_tensors - {"norm.weight"}
     tensors = {}
     for name, shape in tensor_shapes(c).items():
         if name in optional or name in ("d2t", "t2d", "lm_head.weight"):

@@ -27,7 +27,7 @@ from eyas.rpc import convert
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DraftClientStatus, DrafterInfo, DraftRequest, DraftResponse, SessionTree, TargetInfo
 from eyas.rpc.status import status_error
-from eyas.sampling.acceptance import TreeLimits, are_valid_trees
+from eyas.sampling.acceptance import are_valid_trees
 from eyas.services.verifier.breaker import CircuitBreaker
 from eyas.services.verifier.commits import split_commits
 from eyas.v1 import draft_pb2, draft_pb2_grpc
@@ -370,7 +370,7 @@ class RemoteDrafter:
         stream = self._stream
         assert stream is not None, "replies come from an open stream"
         root, most, vocab_size = int(prepared.tree.alone.tokens[0]), PreparedTree.MAX_NODES, stream.info.model.vocab_size
-        if are_valid_trees([prepared.tree], TreeLimits([root], [most], [most], vocab_size)):
+        if are_valid_trees([prepared.tree], [(root, most, most)], vocab_size):
             return True
         try:
             prepared.tree.validate(root, vocab_size, most, most)

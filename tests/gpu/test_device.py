@@ -13,6 +13,7 @@ from eyas.config.engine import KVCacheDtype
 from eyas.engine.build import assemble_engine
 from eyas.engine.deterministic import BatchInvariantRunner
 from eyas.engine.engine import Engine
+from eyas.kernels.arguments import AttentionRule
 from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape, with_prompts
 from eyas.models.backends.cuda import build_backend, plan_backend
 from eyas.models.backends.cuda_graphs import GraphBackend
@@ -52,9 +53,10 @@ def test_the_kernel_equals_the_plain_path_at_real_sizes(
     most = 16 if dtype == torch.float32 else 64
     tiling = Tiling(heads.query // heads.kv, heads.kv, 132, most, library_rows)
     packed = with_prompts(pack_with_metadata(segments, tight_shape(segments, tiling), size, device), segments, tiling)
-    got = attend(query, keys, values, packed, scaling_of(heads), window, softcap).float()
+    rule = AttentionRule(scaling_of(heads), window, softcap)
+    got = attend(query, keys, values, packed, rule).float()
     query, keys, values = query.double(), keys.double(), values.double()  # which no library multiplies with fewer bits
-    exact = attend(query, keys, values, pack(segments, device), scaling_of(heads), window, softcap).float()
+    exact = attend(query, keys, values, pack(segments, device), rule).float()
     exactly = 5e-5 if softcap else 1e-5  # a capped score is off by 1e-5
     tolerance = exactly if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(got, exact, atol=tolerance, rtol=tolerance)

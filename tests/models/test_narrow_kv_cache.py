@@ -12,7 +12,7 @@ from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVShape, bytes_per_slo
 from eyas.config import EngineConfig, TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError
-from eyas.kernels.arguments import KVScales
+from eyas.kernels.arguments import AttentionRule, KVScales
 from eyas.kernels.plain import layers as plain_layers
 from eyas.kernels.plain.layers import store_rows
 from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
@@ -74,8 +74,10 @@ def test_kernels_write_and_read_what_plain_operations_do(name: str) -> None:
     for fixed_part in (0, 64):
         tiling = Tiling(2, 2, 4, max_rows=16, fixed_part=fixed_part)
         packed = pack_with_metadata(segments, tight_shape(segments, tiling), size, CPU)
-        found = attend(query, pools[0].keys[0], pools[0].values[0], packed, 0.3 * 0.25)
-        torch.testing.assert_close(found, attend(query, keys, values, packed, 0.3 * 0.25), rtol=1e-5, atol=1e-5)
+        found = attend(query, pools[0].keys[0], pools[0].values[0], packed, AttentionRule(0.3 * 0.25))
+        torch.testing.assert_close(
+            found, attend(query, keys, values, packed, AttentionRule(0.3 * 0.25)), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("name", NARROW)

@@ -12,7 +12,7 @@ from eyas.errors import InvalidTree
 from eyas.kernels.choice import tree_kernels
 from eyas.kernels.plain import trees as plain
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import TreeLimits, are_valid_trees, pack_trees
+from eyas.sampling.acceptance import are_valid_trees, pack_trees
 from tests.support.strategies import trees
 
 
@@ -50,19 +50,16 @@ def test_packing_finds_every_fault_that_validation_finds(found: list[DraftTree],
         if fault != "none":
             columns[fault][node] = data.draw(some)
         found[index] = DraftTree.of(columns["tokens"], columns["parents"], tree.log_probs)
-    limits = TreeLimits(
-        [data.draw(st.sampled_from((*tree.tokens[:1], 3))) for tree in found],
-        [data.draw(st.sampled_from((len(tree), 16, 5))) for tree in found],
-        [data.draw(st.integers(0, 16)) for tree in found],
-        8,
-    )
+    roots = [data.draw(st.sampled_from((*tree.tokens[:1], 3))) for tree in found]
+    most_nodes = [data.draw(st.sampled_from((len(tree), 16, 5))) for tree in found]
+    limits = [(root, nodes, data.draw(st.integers(0, 16))) for root, nodes in zip(roots, most_nodes, strict=True)]
     faults = 0
-    for tree, root, nodes, depth in zip(found, *limits[:3], strict=True):
+    for tree, (root, nodes, depth) in zip(found, limits, strict=True):
         try:
             tree.validate(root, 8, nodes, depth)
         except InvalidTree:
             faults += 1
-    assert are_valid_trees(found, limits) == (faults == 0)
+    assert are_valid_trees(found, limits, 8) == (faults == 0)
 
 
 @given(trees())

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from eyas.models.checkpoint import WIRING_KEY
 from eyas.models.heads.eagle import config_json
-from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, optional_tensors, tensor_shapes
+from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, tensor_shapes
 
 TINY = EagleHeadConfig(
     kind="eagle3", target_hidden=32, hidden=32, intermediate=64, num_heads=4, num_kv_heads=2, head_dim=8, num_layers=1,
@@ -30,7 +30,7 @@ def random_tensors(
     """Weights for `config`: all required tensors, lm_head, and the optional ones in `shipped`."""
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(config.vocab_size, generator=generator)[: config.draft_vocab_size].sort().values
-    absent = optional_tensors(config) - {*shipped, "lm_head.weight"}
+    absent = config.optional_tensors - {*shipped, "lm_head.weight"}
     tensors = {name: _random(name, shape, generator) for name, shape in tensor_shapes(config).items() if name not in absent}
     if "d2t" in tensors:
         tensors["d2t"] = chosen - torch.arange(len(chosen))

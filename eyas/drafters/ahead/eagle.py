@@ -81,12 +81,8 @@ class AheadTrees:
         return drafts
 
     def begin(self, contexts: Sequence[DraftContext]) -> None:
-        """Grow trees below commits that the drafter has."""
+        """Grow trees below commits that the drafter has, from the true states behind these."""
         self.collect()
-        self._set_roots(contexts)
-
-    def _set_roots(self, contexts: Sequence[DraftContext]) -> None:
-        """Take the true states behind commits that the drafter has."""
         states, best = self._drafter.root_candidates(contexts, self._config.num_candidates)
         ids, scores = download(best.ids, best.scores)
         candidates = self._draft_ids[ids.astype(np.int64)]
@@ -214,7 +210,7 @@ class AheadTrees:
         places = [i for i in can_grow if contexts[i].budget.wants_tree]
         if not places:
             return drafts
-        self._set_roots([contexts[i] for i in places])
+        self.begin([contexts[i] for i in places])
         for i, cut in zip(places, self._grown([contexts[i] for i in places]), strict=True):
             drafts[i] = without_banned(cut, contexts[i])
         return drafts
@@ -226,11 +222,9 @@ class AheadTrees:
             if not self._running:
                 break
             self.collect()
-        return [self._cut(context, within(context.budget, self._drafter.tree)) for context in contexts]
-
-    def _cut(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
-        found = self.grown[context.session].below((), budget, grown_ahead=False)
-        return found or DraftTree.root_only(context.tokens[-1])
+        budgets = [within(context.budget, self._drafter.tree) for context in contexts]
+        cut = [self.grown[c.session].below((), own, grown_ahead=False) for c, own in zip(contexts, budgets, strict=True)]
+        return [tree or DraftTree.root_only(c.tokens[-1]) for c, tree in zip(contexts, cut, strict=True)]
 
     def release(self, sessions: Sequence[str]) -> None:
         """Forget sessions; unknown ones are ignored."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 
 from eyas.arrays import Bools, Ints
@@ -18,10 +18,20 @@ from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTrees
 
 
-def trees_of_cells(roots: Sequence[int], cells: Ints, scores: npt.NDArray[np.floating]) -> DraftTrees:
-    """Return the trees that kernels of the CPU wrote to cells [2, S, N] and scores [S, N - 1], see `grow_trees` there."""
-    (tokens, parents), counts = cells[:, :, :-1], cells[0, :, -1]
-    return DraftTrees.below(roots, tokens, parents, scores, counts)
+class FrontierRows(NamedTuple):
+    """The nodes that are expanded next, as rows for the kernels of the CPU, [R] each.
+
+    Attributes:
+        sources: the rows above theirs, among those of the level before.
+        tokens: the target's ids.
+        slots: for their keys and values.
+        keys: what they see: the prefix, their ancestors and themselves.
+    """
+
+    sources: Ints
+    tokens: Ints
+    slots: Ints
+    keys: RowKeys
 
 
 class LevelGrowth:
@@ -32,9 +42,20 @@ class LevelGrowth:
     Args:
         draft_ids, words: see CompiledGrowth.
         shape: most levels, and nodes expanded at each.
+        prefixes: slots of each session.
+        tree_slots: for the rows of each tree.
     """
 
-    def __init__(self, draft_ids: Tensor, words: Ints, budgets: Sequence[TreeBudget], shape: GrowthShape) -> None:
+    def __init__(
+        self,
+        draft_ids: Tensor,
+        words: Ints,
+        budgets: Sequence[TreeBudget],
+        shape: GrowthShape,
+        prefixes: Sequence[Slots],
+        tree_slots: Ints,
+        max_model_len: int,
+    ) -> None:
         from eyas.kernels.cpu import drafting as kernels
         from eyas.kernels.cpu.sampling import shared_noise
 
@@ -46,65 +67,43 @@ class LevelGrowth:
             self._noise = np.empty((sessions, shape.num_steps, len(self._draft_ids)), np.float32)
             shared_noise(words, self._draft_ids, self._noise)
         room = k + (shape.num_steps - 1) * k * k
-        self.tokens, self.parents = np.empty((2, sessions, room), np.int64)
+        self._tokens, self._parents = np.empty((2, sessions, room), np.int64)
         self._scores, self._counts = np.empty((sessions, room), np.float32), np.zeros(sessions, np.int64)
-        self.firsts = self._counts.copy()  # of the candidates of the last level
+        self._firsts = self._counts.copy()  # of the candidates of the last level
         self.widths, self.frontiers = np.ones(sessions, np.int64), np.zeros((sessions, k), np.int64)
-        self.num_levels = 0
+        self._num_levels = 0
+        self._prefixes, self._tree_slots, self._max_model_len = prefixes, tree_slots, max_model_len
+        self._seen: list[Bools] = [np.zeros((1, 0), np.bool_) for _ in prefixes]  # which rows the newest rows see
+        self._starts = np.arange(sessions)  # of each session's newest rows
 
     def add(self, logits: Tensor) -> None:
         """Record the children of all frontiers, float32 [R, D] session by session."""
-        self.firsts[:] = self._counts
+        self._firsts[:] = self._counts
         self._kernels.grow_level(
-            logits.numpy(), self.num_levels, self._noise, self._words, self._limits, self._depths, self.widths,
-            self.frontiers, self._counts, self._scores, self.tokens, self.parents,
+            logits.numpy(), self._num_levels, self._noise, self._words, self._limits, self._depths, self.widths,
+            self.frontiers, self._counts, self._scores, self._tokens, self._parents,
         )  # fmt: skip
-        self.num_levels += 1
+        self._num_levels += 1
 
-    def trees(self, roots: Sequence[int]) -> DraftTrees:
-        """Return the trees below the roots, the target's ids."""
-        most = int(self._limits.max())
-        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
-        self._kernels.select_trees(
-            self._limits, self._counts, self._draft_ids, self._scores, self.tokens, self.parents, cells, scores
-        )
-        return trees_of_cells(roots, cells, scores)
-
-
-class CompiledRows:
-    """The rows of trees for the kernels of the CPU, level by level. A row sees the prefix, its ancestors and itself.
-
-    slots: for the keys and values of the newest rows [R]. keys: RowKeys of these.
-
-    Args:
-        prefixes: slots of each session.
-        tree_slots: for the rows of each tree.
-    """
-
-    def __init__(self, prefixes: Sequence[Slots], tree_slots: Ints, max_model_len: int) -> None:
-        self._prefixes, self._tree_slots, self._max_model_len = prefixes, tree_slots, max_model_len
-        self._seen: list[Bools] = [np.zeros((1, 0), np.bool_) for _ in prefixes]  # which rows the newest rows see
-        self._starts = np.arange(len(prefixes))  # of each session's newest rows
-        self._level = 0
-
-    def add(self, growth: LevelGrowth) -> tuple[Ints, tuple[Ints, Ints]]:
-        """Add the frontiers as rows. Returns the rows above theirs [R], and their session and candidate [R]."""
-        sessions, widths = np.flatnonzero(growth.widths).tolist(), growth.widths
-        owners, num_children = np.repeat(np.arange(len(widths)), widths), growth.frontiers.shape[1]
-        candidates = np.concatenate([growth.frontiers[s, : widths[s]] for s in sessions])
-        parents = (candidates - growth.firsts[owners]) // num_children if self._level else np.zeros_like(candidates)
+    def rows(self) -> FrontierRows:
+        """Return the frontiers as rows of the next pass."""
+        sessions, widths = np.flatnonzero(self.widths).tolist(), self.widths
+        owners, num_children = np.repeat(np.arange(len(widths)), widths), self.frontiers.shape[1]
+        candidates = np.concatenate([self.frontiers[s, : widths[s]] for s in sessions])
+        is_first = self._num_levels == 1
+        parents = np.zeros_like(candidates) if is_first else (candidates - self._firsts[owners]) // num_children
         ends, before = np.cumsum(widths), [self._seen[s].shape[1] for s in sessions]
         sources = self._starts[owners] + parents
         for s in sessions:
             above = self._seen[s][parents[ends[s] - widths[s] : ends[s]]]
             self._seen[s] = np.concatenate([above, np.eye(widths[s], dtype=np.bool_)], 1)
-        self._starts, self._level = ends - widths, self._level + 1
+        self._starts = ends - widths
         prefixes = [
             np.concatenate([self._prefixes[s], self._tree_slots[s, :n]]) for s, n in zip(sessions, before, strict=True)
         ]
-        self.slots = np.concatenate([self._tree_slots[s, n : n + widths[s]] for s, n in zip(sessions, before, strict=True)])
-        positions = np.array([len(own) for own in self._prefixes])[owners] + (self._level - 1)
-        self.keys = RowKeys(
+        slots = np.concatenate([self._tree_slots[s, n : n + widths[s]] for s, n in zip(sessions, before, strict=True)])
+        positions = np.array([len(own) for own in self._prefixes])[owners] + (self._num_levels - 1)
+        keys = RowKeys(
             starts=self._starts[sessions],
             ends=ends[sessions],
             prefix=np.concatenate(prefixes),
@@ -114,7 +113,16 @@ class CompiledRows:
             visible=np.concatenate([self._seen[s].ravel() for s in sessions]),
             positions=np.minimum(positions, self._max_model_len - 1),
         )
-        return sources, (owners, candidates)
+        return FrontierRows(sources, self._draft_ids[self._tokens[owners, candidates]], slots, keys)
+
+    def trees(self, roots: Sequence[int]) -> DraftTrees:
+        """Return the trees below the roots, the target's ids."""
+        most = int(self._limits.max())
+        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
+        self._kernels.select_trees(
+            self._limits, self._counts, self._draft_ids, self._scores, self._tokens, self._parents, cells, scores
+        )
+        return DraftTrees.below(roots, cells[0, :, :-1], cells[1, :, :-1], scores, cells[0, :, -1])
 
 
 class CompiledGrowth:
@@ -156,4 +164,4 @@ class CompiledGrowth:
             values, self._markov, np.array(roots), self._draft_ids, noise, words, limits, depths, top_k,
             cells, scores,
         )  # fmt: skip
-        return trees_of_cells(roots, cells, scores)
+        return DraftTrees.below(roots, cells[0, :, :-1], cells[1, :, :-1], scores, cells[0, :, -1])

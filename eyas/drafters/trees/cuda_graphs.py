@@ -109,7 +109,7 @@ class RoundGraphs:
         place: RoundPlace,
     ) -> None:
         device = layout.device
-        self.max_sessions = padded_size(place.slots.max_sessions, 1)
+        self.max_sessions = padded_size(place.slots.max_sessions)
         self._make_stages, self._padding, self._layout, self._place = make_stages, padding, layout, place
         num_words = layout.num_fixed_words(self.max_sessions) + place.slots.spare
         # One buffer of 64-bit words: columns, then the 32-bit words of the layout, two to a word.
@@ -128,7 +128,7 @@ class RoundGraphs:
 
         Raises ConfigError for a drafter that cannot be captured.
         """
-        sizes = {padded_size(count, 1) for count in range(1, self.max_sessions + 1)}
+        sizes = {padded_size(count) for count in range(1, self.max_sessions + 1)}
         for sessions in sorted(sizes, reverse=True):
             self._write(self._padded([[]] * len(self._padding), sessions), (), (), sessions)
             self._stages(sessions)
@@ -150,7 +150,7 @@ class RoundGraphs:
             slots, scratch, states: of each session.
             num_levels: that run, all by default.
         """
-        sessions = padded_size(len(slots), 1)
+        sessions = padded_size(len(slots))
         self._write(self._padded(columns, sessions), slots, scratch, sessions)
         self._states[: len(states)].copy_(states)
         return self._stages(sessions).run(num_levels)

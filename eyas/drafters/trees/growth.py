@@ -31,7 +31,7 @@ from eyas.config import TreeChoices, TreeConfig
 from eyas.device.transfer import upload
 from eyas.drafters.base import DraftContext, limits_of
 from eyas.drafters.trees.rows import GrowthShape
-from eyas.drafters.trees.scoring import ChainLogits, LevelScorer, Scorer
+from eyas.drafters.trees.scoring import Scorer
 from eyas.kernels.arguments import Ranked
 from eyas.kernels.by_device import drafting_kernels, rank
 from eyas.protocol.commit import TreeBudget
@@ -289,9 +289,7 @@ def trees_from_columns(columns: Reals, roots: Sequence[int]) -> DraftTrees:
     return DraftTrees.below(roots, tokens, parents, scores, is_filled.sum(axis=1).astype(np.int64))
 
 
-def draw_chains(
-    expansion: Expansion, scorer: LevelScorer[ChainLogits], num_steps: int, proposal_top_k: int, target_ids: Tensor
-) -> Tensor:
+def draw_chains(expansion: Expansion, scorer: Scorer, num_steps: int, proposal_top_k: int, target_ids: Tensor) -> Tensor:
     """Draw one chain of L levels per session, for verification by rejection sampling.
 
     Probabilities of a level are cut to the likeliest C tokens; C is `proposal_top_k` or the draft vocabulary's size. A token

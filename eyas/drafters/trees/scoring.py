@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -40,22 +40,22 @@ HIGH_TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Logits of a level's children, with what turns them into log-scores.
+class LevelLogits:
+    """Logits of a level's children, with what ranks them or draws one of them.
 
     Attributes:
-        logits: of the draft model, [S, R, D].
-        words: the output of `noise_words`.
+        logits: of the draft model, [S, R, D]; of the ends of chains [S, 1, D].
+        words: the output of `noise_words`, of chains that of `chain_words`.
         noise: of all levels, float32 [S, L, D], if there is some.
         level: 0 is the root's.
-        probs: see `perturbed_scorer`; None if no session has filters.
+        probs: applies temperature and filters to logits; None if no session has filters.
     """
 
     logits: Tensor
     words: Tensor
     noise: Tensor | None
     level: int
-    probs: ProbsFunction | None = None
+    probs: ProbsFunction | None
 
     def best(self, k: int, above: Tensor | None = None) -> Ranked:
         """Return the k best children of each node, [S, R, k], see `rank`.
@@ -68,36 +68,18 @@ class Scores:
             return Ranked(best.scores + above[:, :, None], best.ids)
         return best_children(self.logits, *inputs, above, self.probs)
 
-
-@dataclass(frozen=True)
-class ChainLogits:
-    """Logits of the children of chains' ends, with what a token of them is drawn by.
-
-    Attributes:
-        logits: of the draft model, [S, 1, D].
-        words: the output of `chain_words`.
-        level: 0 is the root's.
-        probs: applies temperature and filters to logits.
-    """
-
-    logits: Tensor
-    words: Tensor
-    level: int
-    probs: ProbsFunction
-
     def draw(self, draft_ids: Tensor, drawn: Tensor) -> Tensor:
         """Write one level of chains to `drawn`, see `draw_chains`. Returns the drawn draft ids, int64 [S, 1].
 
         draft_ids maps draft vocabulary ids to the target's.
         """
+        assert self.probs is not None, "a chain's scorer has it"
         draw_children = drafting_kernels(self.logits).draw_children
         return draw_children(self.logits, self.words, self.level, draft_ids, drawn, self.probs)
 
 
-Scored = TypeVar("Scored")  # Scores, or ChainLogits
 # Takes the logits [S, R, D] of the children of nodes at a level (0 is the root).
-LevelScorer = Callable[[Tensor, int], Scored]
-Scorer = LevelScorer[Scores]
+Scorer = Callable[[Tensor, int], LevelLogits]
 
 
 def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: ScorerKind, probs: ProbsFunction) -> Scorer:
@@ -111,10 +93,10 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
     """
     noise = None if kind == "plain" else drafting_kernels(draft_ids).shared_noise(words, draft_ids, levels)
     used = probs if kind == "filtered" else None
-    return lambda logits, level: Scores(logits, words, noise, level, used)
+    return lambda logits, level: LevelLogits(logits, words, noise, level, used)
 
 
-def biased_scorer(scorer: LevelScorer[Scored], contexts: Sequence[DraftContext], draft_ids: Tensor) -> LevelScorer[Scored]:
+def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:
     """Return a scorer that adds to the logits what the target will add to its own, see Commit.logit_biases."""
     rows = [row for row, context in enumerate(contexts) if context.logit_biases]
     if not rows:
@@ -124,7 +106,7 @@ def biased_scorer(scorer: LevelScorer[Scored], contexts: Sequence[DraftContext],
     num_columns = int(tokens.max()) + 2  # the last is of all tokens beyond, which have no bias
     columns = draft_ids.clamp(max=num_columns - 1)
 
-    def scores(logits: Tensor, level: int) -> Scored:
+    def scores(logits: Tensor, level: int) -> LevelLogits:
         # added [S, columns]: the bias of each token at this level; other draft ids read the last column, 0.
         applies = levels > level
         added = torch.zeros(len(contexts), num_columns, device=logits.device)
@@ -135,8 +117,8 @@ def biased_scorer(scorer: LevelScorer[Scored], contexts: Sequence[DraftContext],
     return scores
 
 
-class MaskedScorer(Generic[Scored]):
-    """A LevelScorer that gives tokens which the sessions' grammars do not allow a logit of minus infinity.
+class MaskedScorer:
+    """A Scorer that gives tokens which the sessions' grammars do not allow a logit of minus infinity.
 
     A node whose mask is not known, or allows nothing of the draft vocabulary, is left as it is.
 
@@ -145,7 +127,7 @@ class MaskedScorer(Generic[Scored]):
     """
 
     def __init__(
-        self, scorer: LevelScorer[Scored], contexts: Sequence[DraftContext], draft_ids: Tensor, path_masks: PathMasks | None
+        self, scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor, path_masks: PathMasks | None
     ) -> None:
         self._scorer, self._contexts, self._path_masks = scorer, contexts, path_masks
         # Bit id & 7 of byte id >> 3 says whether the grammar allows a token.
@@ -169,7 +151,7 @@ class MaskedScorer(Generic[Scored]):
         asked = {c.session: own for c, own in zip(self._contexts, self._paths, strict=True) if c.allowed}
         self._wait, self._width = self._path_masks(asked), tokens.shape[1]
 
-    def __call__(self, logits: Tensor, level: int) -> Scored:
+    def __call__(self, logits: Tensor, level: int) -> LevelLogits:
         found = self._wait()
         masks = {
             session * self._width + place: bits
@@ -199,7 +181,7 @@ class MaskedExpansion:
         scorer: of the growth.
     """
 
-    def __init__(self, expansion: Expansion, scorer: MaskedScorer[Any]) -> None:
+    def __init__(self, expansion: Expansion, scorer: MaskedScorer) -> None:
         self._expansion, self._scorer = expansion, scorer
 
     def first(self) -> Tensor:
@@ -212,14 +194,14 @@ class MaskedExpansion:
         return self._expansion.next(level, parents, tokens)
 
 
-def chain_scorer(words: Tensor, probs: ProbsFunction) -> LevelScorer[ChainLogits]:
+def chain_scorer(words: Tensor, probs: ProbsFunction) -> Scorer:
     """Return what `draw_chains` draws from: logits under each session's temperature and filters.
 
     Args:
         words: the output of `chain_words` on the device.
         probs: applies temperature and filters to logits.
     """
-    return lambda logits, level: ChainLogits(logits, words, level, probs)
+    return lambda logits, level: LevelLogits(logits, words, None, level, probs)
 
 
 def make_scorer(contexts: Sequence[DraftContext], config: DraftingConfig, levels: int, draft_ids: Tensor) -> Scorer:

@@ -110,39 +110,31 @@ class HostCosts:
     The least of the first ones, as a longer one may hide a draft, and then a mean. More sequences are more work. So the two
     means, which may be of other numbers of them, are compared as if all work went by their number: a load that comes or goes
     while all steps have trees is no cost of trees.
+
+    plain_s: of a step without trees; of one with trees before there was any other. more_s: that trees add.
     """
 
     RATE, NUM_FIRST = 0.1, 6  # weight of a step; first steps, whose least counts
 
     def __init__(self) -> None:
+        self.plain_s = self.more_s = 0.0
         self._means, self._counts = [0.0, 0.0], [0, 0]  # without trees, with trees
-        self._load = 1.0  # sequences of the last step
-        self._loads = [1.0, 1.0]  # their means, without trees and with trees
-
-    @property
-    def plain_s(self) -> float:
-        """Return the seconds of a step without trees; of one with trees before there was any other."""
-        plain_s, trees_s = self._means
-        if not plain_s:
-            return trees_s
-        return max(plain_s, min(plain_s * self._load / self._loads[0], trees_s))
-
-    @property
-    def more_s(self) -> float:
-        """Return by how many seconds a step with trees takes longer."""
-        return max(self._means[1] * min(self._load / self._loads[1], 1.0) - self.plain_s, 0.0)
+        self._loads = [1.0, 1.0]  # mean sequences of a step, without trees and with trees
 
     def observe(self, has_trees: bool, num_sequences: int, seconds: float) -> None:
         """Learn from a step."""
         mean = self._means[has_trees] or seconds
         self._counts[has_trees] += 1
-        self._load = max(num_sequences, 1.0)
+        load = max(num_sequences, 1.0)
         rate = max(self.RATE, 1 / self._counts[has_trees])
-        self._loads[has_trees] += rate * (self._load - self._loads[has_trees])
+        self._loads[has_trees] += rate * (load - self._loads[has_trees])
         if self._counts[has_trees] <= self.NUM_FIRST:
             self._means[has_trees] = min(seconds, mean)
         else:
             self._means[has_trees] = mean + self.RATE * (min(seconds, CostModel.MAX_SURPRISE * mean) - mean)
+        plain_s, trees_s = self._means
+        self.plain_s = max(plain_s, min(plain_s * load / self._loads[0], trees_s)) if plain_s else trees_s
+        self.more_s = max(trees_s * min(load / self._loads[1], 1.0) - self.plain_s, 0.0)
 
 
 class SurvivalModel:
@@ -239,7 +231,7 @@ class RecentTrees:
         chances = survival.survival(trees)
         places = np.concatenate([np.argsort(np.argsort(-own, kind="stable")) for own in chances])
         depths = np.fromiter(chain.from_iterable(tree.depths for tree in trees), np.int64)
-        of_trees = np.repeat(weights / weights.sum(), [len(tree) for tree in trees])
+        of_trees = np.repeat(weights / weights.sum(), [tree.num_nodes for tree in trees])
         chance = np.concatenate(chances)
         order = np.argsort(-chance, kind="stable")
         order = order[depths[order] > 0]

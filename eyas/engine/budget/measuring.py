@@ -52,14 +52,15 @@ def build_draft_budget(
         return FixedDraftBudget()
     verify = measure_verify(runner, engine, tree, clock)
     context_token_s = measure_context(runner, engine, clock)
-    draft = measure_drafting(drafter, runner, engine, tree, clock)
-    is_apart = not isinstance(drafter, LocalDrafter)
-    budget = AdaptiveDraftBudget(tree, verify, draft, is_apart, context_token_s)
+    local = drafter if isinstance(drafter, LocalDrafter) else None
+    # nothing is known of a drafter in another process
+    draft = measure_drafting(local, runner, engine, tree, clock) if local else DraftCosts(None, None, tree.top_k)
+    budget = AdaptiveDraftBudget(tree, verify, draft, local is None, context_token_s)
     most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
     log.info("draft budget: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
-    if not isinstance(drafter, LocalDrafter) or not drafter.has_lookups:
+    if local is None or not local.has_lookups:
         return budget
-    draft = measure_drafting(drafter, runner, engine, tree, clock, lookups_alone=True)
+    draft = measure_drafting(local, runner, engine, tree, clock, lookups_alone=True)
     lookups = AdaptiveDraftBudget(tree, verify, draft, False, context_token_s, "drafts by lookups alone")
     return PairDraftBudget(budget, lookups)
 
@@ -138,19 +139,14 @@ def measure_context(runner: ModelRunner, engine: EngineConfig, clock: Callable[[
 
 
 def measure_drafting(
-    drafter: Drafter,
+    drafter: LocalDrafter,
     runner: ModelRunner,
     engine: EngineConfig,
     tree: TreeConfig,
     clock: Callable[[], float],
     lookups_alone: bool = False,
 ) -> DraftCosts:
-    """Return the seconds of draft rounds; nothing is known of a drafter in another process.
-
-    lookups_alone: see Commit.
-    """
-    if not isinstance(drafter, LocalDrafter):
-        return DraftCosts(None, None, tree.top_k)
+    """Return the seconds of draft rounds. lookups_alone: see Commit."""
     num_rows = max(min(tree.num_draft_tokens - 1, tree.top_k), 1)
     budget, epochs = TreeBudget(num_rows + 1, 1), itertools.count()
     tokens = different_tokens(runner.target.vocab_size, engine.max_num_seqs + FIRST_TOKENS)

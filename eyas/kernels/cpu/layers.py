@@ -30,7 +30,7 @@ from eyas.kernels.cpu.products import (
     sum_values,
     transpose_keys,
 )
-from eyas.kernels.cpu.sampling import HIGHEST, draw_rows, exp, highest_of, sum_of, top_k
+from eyas.kernels.cpu.sampling import HIGHEST, draw_plain_rows, exp, highest_of, rank_rows, sum_of
 from eyas.kernels.cpu.sharing import PHASE_SIZE, finish_part, next_part, wait_for_parts
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
@@ -526,8 +526,8 @@ def compile_kernels() -> None:
                 *(heads, int64, heads, heads, ids, ids, ids, ids, boolean[::1], ids, boolean[::1], ids),
                 *(float64, int64, float64, int64, int64, heads),
             ),
-            top_k: (rows, rows, int64[:, ::1]),
-            draw_rows: (rows, ids, ids, row, ids),
+            rank_rows: (rows, rows, int64[:, ::1]),
+            draw_plain_rows: (rows, ids, ids, row, ids),
             multiply_weight: (rows, int64, int64, rows),
             multiply_together: (rows, int64, int64, rows, ids, int64),
             run_layers: (

@@ -1,4 +1,4 @@
-"""Drawing and ranking on the CPU, compiled with numba, and functions that other kernels share.
+"""Draws and ranks rows on the CPU, by kernels compiled with numba that share functions with others; the rest is plain.
 
 See docs/decisions/0038-compiled-cpu.md. Arrays are contiguous. Legend: N rows, V vocabulary, k candidates.
 """
@@ -8,8 +8,17 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from eyas.kernels.arguments import MAX_KERNEL_K, MIN_TEMPERATURE, Draws, Ranked, has_filters
 from eyas.kernels.cpu.compiling import kernel
+from eyas.kernels.plain import sampling as plain
+from eyas.kernels.plain.sampling import best_of_races as best_of_races
+from eyas.kernels.plain.sampling import kept_logits as kept_logits
+from eyas.kernels.plain.sampling import masses_from as masses_from
+from eyas.kernels.plain.sampling import race as race
+from eyas.protocol.commit import NoiseKey
 
 LOG2_E = np.float32(1.4426950408889634)
 # Bounds of the argument of `exp`: beyond them 2 to that power is no normal float32.
@@ -157,7 +166,7 @@ def best_of(row, maxima, values, ids):
 
 
 @kernel(error_model="numpy")
-def top_k(scores, values, ids):
+def rank_rows(scores, values, ids):
     """Write the k highest of each row of scores [N, V], best first, the lowest id on a tie: to values and ids [N, k]."""
     assert ids.shape[1] <= scores.shape[1], "fewer scores than candidates"
     maxima = np.empty((scores.shape[1] + BLOCK - 1) // BLOCK, np.float32)
@@ -202,7 +211,7 @@ def _race(row, key, by, top, inverses, bounds):
 
 
 @kernel(error_model="numpy")
-def draw_rows(logits, seeds, positions, temperatures, tokens):
+def draw_plain_rows(logits, seeds, positions, temperatures, tokens):
     """Draw one token of each row of float32 logits [N, V] without filters, to int64 tokens [N]; V where a row holds NaN.
 
     As `eyas.kernels.by_device.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs.
@@ -289,3 +298,33 @@ def shifted_scores(logits, noise, by, scores, weights):
     for i in range(len(logits)):
         weights[i] = exp(scores[i] - top)
     return top + ln(sum_of(weights))
+
+
+def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
+    """Draw a token of each row of logits [N, V], see SamplingKernels; those with filters in operations of torch."""
+    keys = draws.keys
+    tokens = torch.empty(len(logits), dtype=torch.int64)
+    seeds = draws.by_row([key.seed for key in keys], np.uint64).view(np.int64)
+    heats = [max(key.temperature, MIN_TEMPERATURE) if key.temperature > 0 else 0.0 for key in keys]
+    draw_plain_rows(logits.contiguous().numpy(), seeds, draws.positions, draws.by_row(heats, np.float32), tokens.numpy())
+    filtered = np.flatnonzero(draws.by_row(list(map(has_filters, keys)), np.bool_)).tolist()
+    if filtered:
+        plain.draw_some(logits, draws, filtered, tokens)
+    return tokens
+
+
+def top_k(scores: Tensor, k: int) -> Ranked:
+    """Rank each row of scores [..., V], see SamplingKernels."""
+    # The kernel neither knows NaN, which ranks first, nor many candidates.
+    if not 0 < k <= min(MAX_KERNEL_K, scores.shape[-1]) or np.isnan(scores.numpy().sum()):
+        return plain.top_k(scores, k)
+    shape = (*scores.shape[:-1], k)
+    best = Ranked(torch.empty(shape), torch.empty(shape, dtype=torch.int64))
+    rows = scores.contiguous().view(-1, scores.shape[-1]).numpy()
+    rank_rows(rows, best.scores.view(-1, k).numpy(), best.ids.view(-1, k).numpy())
+    return best
+
+
+def warm_up(vocab_size: int, device: torch.device) -> None:
+    """Load or compile the kernel of `draw_rows`."""
+    draw_rows(torch.zeros(2, vocab_size), Draws([NoiseKey(0), NoiseKey(0, 1.0)], [0, 0]))

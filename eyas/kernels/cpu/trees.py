@@ -18,7 +18,7 @@ from eyas.kernels.cpu.compiling import compile_all, kernel
 
 @kernel(error_model="numpy")
 def are_valid(counts, tokens, parents, bounds, vocab_size):
-    """Check that nodes keep to the limits and come after their parents. bounds: the lists of TreeLimits [3, B]."""
+    """Check that nodes keep to the limits and come after their parents. bounds: roots, most nodes, most levels [3, B]."""
     depths, start = np.empty(counts.max(), np.int64), 0
     for b in range(len(counts)):
         if counts[b] > bounds[1, b] or tokens[start] != bounds[0, b] or parents[start] != 0:

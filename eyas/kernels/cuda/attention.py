@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eyas.kernels.arguments import LONG_PART
+from eyas.kernels.arguments import LONG_PART, AttentionRule
 
 if TYPE_CHECKING:
     from eyas.models.inputs import MetadataShape, PackedInputs
@@ -33,16 +33,7 @@ NUM_STAGES = 3
 SPREAD = 4096
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: PackedInputs,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, packed: PackedInputs, rule: AttentionRule) -> Tensor:
     """Return the attention of query [R, H, D] over contiguous keys and values [S, J, D]; [R, H, D], zero for padding rows.
 
     Sums in float32. Never waits for the device. Launches depend on shapes only, so a graph can capture them. Values may have
@@ -52,17 +43,18 @@ def attend(
     assert meta is not None, "the kernel reads metadata"
     (rows, num_heads, _), (_, num_kv, value_width), shape = query.shape, values.shape, meta.shape
     if shape.fixed_part:
-        return attend_by_position(query, keys, values, packed, scaling, window, softcap, sinks)
+        return attend_by_position(query, keys, values, packed, rule)
     is_whole = shape.num_results == 1  # then the only part is the result
     out = torch.empty((rows, num_heads, value_width), dtype=query.dtype, device=query.device)
     partials = sums = out
     if not is_whole:
         partials = query.new_empty((shape.num_results, rows, num_heads, value_width), dtype=torch.float32)
         sums = query.new_empty((shape.num_results, rows, num_heads), dtype=torch.float32)
-    pieces, constants = _constants(query, values, shape, window, softcap)
+    sinks = rule.sinks
+    pieces, constants = _constants(query, values, shape, rule)
     _attend_parts[(shape.tiles, num_kv * pieces, shape.splits)](
         *(query.contiguous(), keys, values, partials, sums, sinks if is_whole else None, meta.words, meta.masks, meta.tiles),
-        *(meta.slots, meta.positions, meta.key_positions, float(scaling), rows, shape.splits, shape.even_splits),
+        *(meta.slots, meta.positions, meta.key_positions, float(rule.scaling), rows, shape.splits, shape.even_splits),
         LONG_PART=LONG_PART,
         IS_WHOLE=is_whole,
         HAS_SINKS=is_whole and sinks is not None,
@@ -80,16 +72,7 @@ def attend(
     return out
 
 
-def attend_by_position(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: PackedInputs,
-    scaling: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def attend_by_position(query: Tensor, keys: Tensor, values: Tensor, packed: PackedInputs, rule: AttentionRule) -> Tensor:
     """Run `attend` for parts at fixed positions. Rows lie at the length of the prefix and their depth."""
     meta = packed.metadata
     assert meta is not None
@@ -98,11 +81,11 @@ def attend_by_position(
     sums = query.new_empty((shape.part_rows, num_heads), dtype=torch.float32)
     out = query.new_empty((rows, num_heads, width))
     # without fused operations, which the compiler would choose by what is around them
-    pieces, constants = _constants(query, values, shape, window, softcap)
+    pieces, constants = _constants(query, values, shape, rule)
     _attend_fixed_parts[(shape.tiles, num_kv * pieces)](
         *(query.contiguous(), keys, values, partials, sums, meta.words, meta.masks, meta.tiles),
         *(meta.slots, meta.positions),
-        float(scaling),
+        float(rule.scaling),
         BLOCK_N=max(16, keys_per_block(query) // 2),  # with more, sm_100 spills
         enable_fp_fusion=False,
         **constants,
@@ -110,15 +93,15 @@ def attend_by_position(
     block_r = triton.next_power_of_2(shape.tile_rows)
     block_d = min(_block_width(width), NARROW_HEAD)
     _combine_in_order[(shape.tiles, num_heads, triton.cdiv(width, block_d))](
-        *(partials, sums, sinks, out, meta.tiles),
-        NUM_HEADS=num_heads, WIDTH=width, HAS_SINKS=sinks is not None, BLOCK_R=block_r, BLOCK_D=block_d,
+        *(partials, sums, rule.sinks, out, meta.tiles),
+        NUM_HEADS=num_heads, WIDTH=width, HAS_SINKS=rule.sinks is not None, BLOCK_R=block_r, BLOCK_D=block_d,
         enable_fp_fusion=False, num_warps=max(4, block_r * block_d // 2048),
     )  # fmt: skip
     return out
 
 
 def _constants(
-    query: Tensor, values: Tensor, shape: MetadataShape, window: int | None, softcap: float | None
+    query: Tensor, values: Tensor, shape: MetadataShape, rule: AttentionRule
 ) -> tuple[int, dict[str, int | float | None]]:
     """Return the pieces of a tile, and what both kernels of parts are compiled for, by the shape and type of query
     [R, H, D] and the shape of values [S, J, D].
@@ -135,8 +118,8 @@ def _constants(
         "GROUP": group,
         "WIDTH": width,
         "V_WIDTH": value_width,
-        "WINDOW": window or 0,
-        "SOFTCAP": float(softcap or 0),
+        "WINDOW": rule.window or 0,
+        "SOFTCAP": float(rule.softcap or 0),
         "BLOCK_M": block_m,
         "BLOCK_D": _block_width(width),
         "BLOCK_V": _block_width(value_width),

@@ -23,7 +23,7 @@ class NodeLayout(NamedTuple):
 
 
 def are_valid(counts: Ints, tokens: Ints, parents: Ints, bounds: Ints, vocab_size: int) -> bool:
-    """Check that nodes keep to the limits and come after their parents. bounds: the lists of TreeLimits [3, B]."""
+    """Check that nodes keep to the limits and come after their parents. bounds: roots, most nodes, most levels [3, B]."""
     firsts, (roots, max_nodes, max_depths) = counts.cumsum() - counts, bounds
     own = np.arange(len(tokens)) - np.repeat(firsts, counts)
     is_valid = (counts <= max_nodes).all() and (tokens[firsts] == roots).all()

@@ -312,8 +312,6 @@ def build_words(
         rows, seen, lengths = segments.rows, segments.trees.words.view("<i4"), _sizes(segments.prefixes)
         sizes = shape.rows, _aligned(shape.rows), shape.tile_rows, shape.tiles, TILE_WORDS, scratch
         return cast(Words, tree_kernels().tree_words(*rows[:3], rows.counts, seen, lengths, kept_prefixes, np.array(sizes)))
-    if len(segments) == 1 and kept_prefixes is not None and is_usual and not _has_others(segments):
-        return _words_of_one(segments[0], shape, scratch, int(kept_prefixes[0]))
     return words_of_all(segments, shape, scratch, runs, kept_prefixes)
 
 
@@ -358,29 +356,6 @@ def words_of_all(
     keys = [part for segment in segments for part in (segment.others, segment.slots)] if has_others else []
     sent = prefixes if kept_prefixes is None else ()
     return np.concatenate([rows.ravel(), tiles.ravel(), *sent, own.seen, *keys], dtype=np.int32, casting="same_kind")
-
-
-def _words_of_one(segment: Segment, shape: MetadataShape, scratch: int, prefix: int) -> Words:
-    """Build the words, as `build_words`, of one segment without other keys, whose prefix a SlotMemory keeps, in a third of
-    the time.
-    """
-    count, stride, line = len(segment.tokens), -(-len(segment.tokens) // 32), _aligned(shape.rows)
-    masks = _num_fixed_words(shape)
-    words = np.zeros(masks + count * stride, dtype=np.int32)
-    words[:count], words[line : line + count] = segment.tokens, segment.positions
-    words[2 * line : 2 * line + count], words[2 * line + count : 3 * line] = segment.slots, scratch
-    words[3 * line : 3 * line + len(segment.logits_indices)] = segment.logits_indices
-    tiles: list[int] = []
-    for start in range(0, count, shape.tile_rows):
-        rows = min(shape.tile_rows, count - start)
-        tiles += (start, rows, 0, stride, len(segment.prefix), prefix, masks + start * stride, start + rows, 0, 0)
-    for start in range(count, shape.rows, shape.tile_rows):  # padding, which sees nothing
-        tiles += (start, min(shape.tile_rows, shape.rows - start), *(0,) * (TILE_WORDS - 2))
-    words[4 * line : 4 * line + len(tiles)] = tiles
-    visible = np.tri(count, dtype=np.bool_) if segment.visible is None else segment.visible
-    if visible.shape[1]:  # else rows see nothing
-        words[masks:] = mask_words(visible).ravel()
-    return words
 
 
 def _numbers_within(counts: Ints) -> Ints:

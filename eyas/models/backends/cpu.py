@@ -18,7 +18,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.device.host import num_cores
 from eyas.device.placement import runs_compiled
 from eyas.errors import install_command
-from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, KeptStates, RowKeys
+from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, AttentionRule, KeptStates, RowKeys
 from eyas.models.backends.packed_weights import (
     MIN_SHARED_ROWS,
     NO_ROWS,
@@ -27,7 +27,7 @@ from eyas.models.backends.packed_weights import (
     PackedProduct,
     Product,
 )
-from eyas.models.inputs import PackedInputs
+from eyas.models.inputs import PackedInputs, Segments
 
 if TYPE_CHECKING:
     from eyas.kernels.cpu.sharing import Helpers
@@ -62,14 +62,14 @@ class CpuDecoder:
         """Return what we read of what transformers' decoder returns. Several threads, keys and values of 8 bits, and other
         ways to attend go to its own code. No hooks run where the KV cache keeps the states.
         """
-        is_plain = packed.attend is not None or not packed.segments or kv_cache.is_narrow
-        if is_plain or not runs_compiled(input_ids.device):
+        segments, is_plain = packed.segments, packed.attend is not None or kv_cache.is_narrow or not input_ids.numel()
+        if is_plain or not isinstance(segments, Segments) or not runs_compiled(input_ids.device):
             arguments = {"input_ids": input_ids, "position_ids": position_ids, "packed": packed, "kv_cache": kv_cache}
             return type(self._decoder).forward(self._decoder, **arguments, **others)
         from eyas.kernels.cpu import layers as cpu_kernels
 
         embedded = self._decoder.embed_tokens(input_ids)
-        keys = RowKeys.of(packed.segments)
+        keys = segments.row_keys()
         rows = CpuRows(embedded[0], packed.slots.numpy(), keys)
         rotary = [self.rotary_tables(embedded, keys.positions, kind) for kind in self.rotary_kinds]
         rows.start(cpu_kernels, self._layers[0].input_norm)
@@ -92,13 +92,9 @@ class CpuDecoder:
         _run_hooks(norm._forward_hooks, norm, rows.state, rows.normed)
         return SimpleNamespace(last_hidden_state=rows.normed[None])
 
-    @property
-    def has_stack(self) -> bool:
-        """Return whether one kernel runs all layers, so that threads can share them."""
-        return self.stack is not None
-
     @cached_property
     def stack(self) -> CpuStack | None:
+        """The layers as one kernel runs them, so that threads can share them; None where it cannot."""
         return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
 
     def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
@@ -171,7 +167,7 @@ def _why_not_shared(decoder: CpuDecoder | None, is_narrow: bool, device: torch.d
     if is_narrow:
         return "engine.kv_cache_dtype keeps keys and values in 8 bits, which no kernel of the CPU reads; set it to auto"
     odd = f"they differ in shape, or have more biases, or numbers of outputs that are no multiple of {BLOCK_OUTPUTS}"
-    return "" if decoder.has_stack else odd
+    return "" if decoder.stack else odd
 
 
 class CpuStack:
@@ -203,10 +199,10 @@ class CpuStack:
             delta_norms=np.stack([np.stack(own[2:]) for own in factors]),
             head_norms=np.stack(head_norms).astype(np.float32, copy=False),
             eps=np.array([[norm.eps if norm else 0.0 for norm in own] for own in norms]),
-            windows=np.array([layer.window or NO_WINDOW for layer in layers]),
+            windows=np.array([layer.attention.window or NO_WINDOW for layer in layers]),
             sizes=np.array(self._sizes),
-            scaling=first.scaling,
-            softcap=first.softcap or 0.0,
+            scaling=first.attention.scaling,
+            softcap=first.attention.softcap or 0.0,
             is_silu=first.activation == "silu",
         )
 
@@ -326,15 +322,12 @@ class CpuLayer:
     """A decoder layer as `eyas.kernels.cpu.layers` computes it; the order is that of `FusedLayer.forward`.
 
     Attributes:
-        scaling, window, softcap: of its attention.
         out_norm, down_norm: of what attention and MLP give; None for none.
     """
 
     products: CpuProducts
     heads: HeadLayout
-    scaling: float
-    window: int | None
-    softcap: float | None
+    attention: AttentionRule
     activation: str
     mlp_norm: RMSNorm
     next_norm: RMSNorm
@@ -349,7 +342,7 @@ class CpuLayer:
         biases = tuple(packed is not None and packed.bias is not None for packed in products)
         norms = self.heads.norms is None, self.out_norm is None, self.down_norm is None
         heads = self.heads.num_heads, self.heads.num_kv_heads, self.heads.width
-        return sizes, biases, norms, heads, self.scaling, self.softcap, self.activation
+        return sizes, biases, norms, heads, self.attention._replace(window=None), self.activation
 
     @property
     def can_stack(self) -> bool:
@@ -384,11 +377,11 @@ class CpuLayer:
     def finish(self, kernels: Any, rows: CpuRows, qkv: Floats, kv: KVCache, index: int) -> None:
         """Advance `rows` by the layer behind its projections, see `project`."""
         _, out, gate_up, down = self.products
-        heads, count = self.heads, rows.count
+        heads, rule, count = self.heads, self.attention, rows.count
         attended, into = rows.buffer(heads.num_heads * heads.width)
         kernels.attend(
             qkv, heads.num_kv_heads, *kv.arrays[index], *rows.keys,
-            self.scaling, self.window or kernels.NO_WINDOW, self.softcap or 0.0, 0, heads.num_kv_heads,
+            rule.scaling, rule.window or kernels.NO_WINDOW, rule.softcap or 0.0, 0, heads.num_kv_heads,
             into.reshape(count, -1, heads.width),
         )  # fmt: skip
         rows.add(kernels, out.multiply(attended), out.by, self.out_norm, self.mlp_norm)

@@ -180,13 +180,11 @@ def choose_bucket(buckets: Sequence[int], rows: int, num_logits: int) -> int | N
     return buckets[bisect_left(buckets, rows)]
 
 
-def padded_size(count: int, least: int) -> int:
-    """Return the smallest size that holds `count`, at least `least`: powers of two, and from 4 on the values half way
-    between.
-    """
+def padded_size(count: int) -> int:
+    """Return the smallest size that holds `count`, at least 1: powers of two, and from 4 on the values half way between."""
     power = 1 << max(count - 1, 0).bit_length()
     half = 3 * power // 4
-    return max(least, half if power > 4 and half >= count else power)
+    return half if power > 4 and half >= count else power
 
 
 @contextmanager

@@ -13,7 +13,6 @@ H draft hidden, d head width, V target vocabulary, D draft vocabulary, r rank, m
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eyas.config.file_values import get_setting
@@ -33,7 +31,6 @@ from eyas.models.checkpoint import (
     LM_HEAD_NAMES,
     WIRING_KEY,
     CheckpointSource,
-    check_tensors,
     open_checkpoint,
 )
 from eyas.models.heads.block_config import (
@@ -41,7 +38,6 @@ from eyas.models.heads.block_config import (
     Dialect,
     block_config_json,
     block_fuser_shapes,
-    block_optional_tensors,
     block_tensor_shapes,
     canonical_name,
     read_block_config,
@@ -51,13 +47,15 @@ from eyas.models.heads.compiled import CompiledBackbone
 from eyas.models.heads.eagle import check_draft_vocabulary, head_rotary
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.fusers import LinearFuser
-from eyas.models.heads.layers import quantise_head, rms_norm
+from eyas.models.heads.layers import quantise_head, rms_norm, write_files
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 BlockAttention = Callable[[int, Projected], Tensor]
 # Of the context and of blocks.
 Both = tuple[Tensor, Tensor]
 FROZEN = ("embed_tokens.weight", "lm_head.weight")
+# Of random weights.
+INITIAL_STD = 0.02
 
 
 class BlockHead(nn.Module):
@@ -68,10 +66,9 @@ class BlockHead(nn.Module):
 
     Args:
         max_model_len: positions of the rotary table.
-        std: of random weights, drawn from torch's global generator.
     """
 
-    def __init__(self, config: BlockHeadConfig, max_model_len: int, std: float = 0.02) -> None:
+    def __init__(self, config: BlockHeadConfig, max_model_len: int) -> None:
         super().__init__()
         c = self.config = config
         self.fc = empty_linear(len(c.aux_hidden_state_layers) * c.target_hidden, c.hidden)
@@ -88,7 +85,7 @@ class BlockHead(nn.Module):
         self.rotary: Tensor
         self.compiled: CompiledBackbone | None = None
         for name, parameter in self.named_parameters():
-            _initialise(name, parameter.data, std)
+            _initialise(name, parameter.data)
             parameter.requires_grad_(name not in FROZEN)
 
     @property
@@ -332,8 +329,8 @@ def attend_blocks_apart(query: Tensor, keys: Both, values: Both, masks: Both) ->
     return out.reshape(count, rows, heads, width)
 
 
-def _initialise(name: str, values: Tensor, std: float) -> None:
-    """Initialise a parameter as BlockHead's docstring says."""
+def _initialise(name: str, values: Tensor) -> None:
+    """Initialise a parameter as BlockHead's docstring says, or by torch's global generator."""
     module = name.rsplit(".", 2)[-2] if "." in name else name
     if name.endswith("base_kernel"):
         values.zero_()[:, 0] = 1.0
@@ -344,7 +341,7 @@ def _initialise(name: str, values: Tensor, std: float) -> None:
     ):
         values.zero_()
     else:
-        values.normal_(0.0, std)
+        values.normal_(0.0, INITIAL_STD)
 
 
 def load_block_head(
@@ -362,7 +359,7 @@ def load_block_head(
     check_device(dtype, device)
     checkpoint, target = open_checkpoint(checkpoint), open_checkpoint(target)
     config = read_block_config(checkpoint, target.text_config, wiring)
-    tensors = checkpoint.tensors_of(canonical_name, block_tensor_shapes(config), block_optional_tensors(config))
+    tensors = checkpoint.tensors_of(canonical_name, block_tensor_shapes(config), config.optional_tensors)
     head = new_block_head(config, target, dtype)
     ids = torch.arange(config.draft_vocab_size)
     # d2t holds differences: draft id i is the target's id i + d2t[i].
@@ -409,15 +406,11 @@ def serve(head: BlockHead, quantization: str = "") -> BlockHead:
 
 
 def load_block_fuser(
-    checkpoint: CheckpointSource,
-    target: CheckpointSource,
-    dtype: str = "float32",
-    device: str = "cpu",
-    wiring: HeadWiring | None = None,
+    checkpoint: CheckpointSource, target: CheckpointSource, dtype: str = "float32", device: str = "cpu"
 ) -> LinearFuser:
     """Load only the part of a block head that runs beside the target: fc and the norm behind it. Raises CheckpointError."""
     checkpoint = open_checkpoint(checkpoint)
-    config = read_block_config(checkpoint, open_checkpoint(target).text_config, wiring)
+    config = read_block_config(checkpoint, open_checkpoint(target).text_config)
     tensors = checkpoint.part_of(canonical_name, block_fuser_shapes(config))
     weight, norm = (tensors[name].to(getattr(torch, dtype)) for name in ("fc.weight", "hidden_norm.weight"))
     fuser = LinearFuser(weight, config.aux_hidden_state_layers, eps=config.rms_norm_eps, output_norm=norm)
@@ -433,11 +426,9 @@ def write_block_head(
 
     Raises CheckpointError for tensors that `config` does not imply.
     """
-    check_tensors(tensors, block_tensor_shapes(config), block_optional_tensors(config), folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     record = {WIRING_KEY: asdict(config.wiring)} if dialect == "author" else {}
-    (folder / "config.json").write_text(json.dumps(block_config_json(config, dialect) | record, indent=1) + "\n")
+    settings = block_config_json(config, dialect) | record
+    write_files(folder, settings, tensors, block_tensor_shapes(config), config.optional_tensors)
 
 
 def block_tensors(head: BlockHead) -> dict[str, Tensor]:
@@ -447,5 +438,4 @@ def block_tensors(head: BlockHead) -> dict[str, Tensor]:
         ids = head.draft_ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
-    optional = block_optional_tensors(c)
-    return {name: tensor for name, tensor in tensors.items() if name not in FROZEN or name not in optional}
+    return {name: tensor for name, tensor in tensors.items() if name not in FROZEN or name not in c.optional_tensors}

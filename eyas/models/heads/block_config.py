@@ -7,7 +7,6 @@ Legend: B rows of a block, H draft hidden, C target hidden, V target vocabulary,
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -18,11 +17,13 @@ from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.eagle_config import (
     SUPPORTED_ACTIVATIONS,
     HeadWiring,
+    LayeredHeadConfig,
     Settings,
-    read_rotary,
+    read_sizes,
     recorded_wiring,
+    respelled,
 )
-from eyas.models.heads.layers import BackboneSizes, Shapes, backbone_json, check_target, layer_shapes, read_layer_sizes
+from eyas.models.heads.layers import Shapes, backbone_json, check_target, layer_shapes
 
 BlockKind = Literal["dflash", "dflash2", "dspark"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -44,7 +45,7 @@ TENSOR_SPELLINGS = (
 
 
 @dataclass(frozen=True)
-class BlockHeadConfig(BackboneSizes):
+class BlockHeadConfig(LayeredHeadConfig):
     """Sizes of a block head, its layers and its heads over the backbone.
 
     Attributes:
@@ -59,12 +60,9 @@ class BlockHeadConfig(BackboneSizes):
     """
 
     kind: BlockKind
-    target_hidden: int
     num_target_layers: int
-    draft_vocab_size: int
     block_size: int
     mask_token_id: int
-    wiring: HeadWiring
     windows: tuple[int | None, ...]
     causal_windows: bool = False
     attention_bias: bool = False
@@ -78,10 +76,6 @@ class BlockHeadConfig(BackboneSizes):
     selector_top_k: int = 16
     multiplier: float = 1.0
     softcap: float = 0.0
-
-    @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        return self.wiring.aux_hidden_state_layers
 
     @property
     def num_drafted(self) -> int:
@@ -115,24 +109,17 @@ def read_block_config(checkpoint: Checkpoint, target: Settings, wiring: HeadWiri
     kind = _check_kind(raw, checkpoint.folder)
     head = _flatten(raw)
     names = {canonical_name(name) for name in checkpoint.files}
-    sizes, vocab_size = read_layer_sizes(head, source), get_setting(int, head, "vocab_size", source)
     num_target_layers = get_setting(int, target, "num_hidden_layers", "the target's config")
     num_layers = get_setting(int, head, "num_hidden_layers", source)
     windows = _windows(head, num_layers, source)
     confidence = kind == "dspark" and get_setting(bool, head, "enable_confidence_head", source, False)
     rank = get_setting(int, head, "markov_rank", source, 0) if kind == "dspark" else 0
     config = BlockHeadConfig(
-        **vars(sizes),
+        **read_sizes(head, num_layers, source),
         kind=kind,
-        target_hidden=get_setting(int, head, "target_hidden_size", source, sizes.hidden),
         num_target_layers=get_setting(int, head, "num_target_layers", source, num_target_layers),
-        num_layers=num_layers,
-        vocab_size=vocab_size,
-        draft_vocab_size=get_setting(int, head, "draft_vocab_size", source, vocab_size),
         block_size=get_setting(int, head, "block_size", source),
         mask_token_id=get_setting(int, head, "mask_token_id", source),
-        rotary=read_rotary(head, source),
-        max_positions=get_setting(int, head, "max_position_embeddings", source, 2048),
         wiring=wiring or recorded_wiring(raw, source) or _stated_wiring(head, kind, raw, num_target_layers, source),
         windows=windows,
         causal_windows=any(windows) and not get_setting(bool, head, "sliding_window_non_causal", source, kind != "dflash"),
@@ -157,9 +144,7 @@ def read_block_size(checkpoint: Checkpoint) -> int:
 
 def canonical_name(name: str) -> str:
     """Return a tensor's name as the authors spell it."""
-    for pattern, spelling in TENSOR_SPELLINGS:
-        name = re.sub(pattern, spelling, name)
-    return name
+    return respelled(name, TENSOR_SPELLINGS)
 
 
 def _flatten(raw: Settings) -> dict[str, Any]:
@@ -216,7 +201,7 @@ def _windows(head: Settings, num_layers: int, source: Path) -> tuple[int | None,
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def _dflash2_settings(head: Settings, source: Path) -> dict[str, int]:
+def _dflash2_settings(head: Settings, source: Path) -> dict[str, Any]:
     keys = {"conv_kernel": "conv_kernel_size", "selector_rank": "selector_rank", "selector_top_k": "selector_top_k"}
     found = {name: get_setting(int, head, key, source) for name, key in keys.items()}
     return found | {"conv_group": get_setting(int, head, "conv_group_size", source, 16)}
@@ -286,18 +271,6 @@ def block_tensor_shapes(c: BlockHeadConfig) -> Shapes:
         shapes |= dict.fromkeys(books, (c.vocab_size, c.selector_rank))
         shapes |= {"candidate_selector.hidden_projection.weight": (c.selector_rank, hidden)}
     return shapes
-
-
-def block_optional_tensors(c: BlockHeadConfig) -> set[str]:
-    """Return the tensors that may be absent: the target's embedding and lm_head are used, or the vocabulary is whole."""
-    whole = c.draft_vocab_size == c.vocab_size
-    same_width = c.hidden == c.target_hidden
-    return (
-        {"t2d"}
-        | ({"embed_tokens.weight"} if same_width else set())
-        | ({"d2t"} if whole else set())
-        | ({"lm_head.weight"} if whole and same_width else set())
-    )
 
 
 def block_fuser_shapes(c: BlockHeadConfig) -> Shapes:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from eyas.arrays import Floats, Ints
 from eyas.cache.kv_cache import KVCache
-from eyas.kernels.arguments import RowKeys
+from eyas.kernels.arguments import AttentionRule, RowKeys
 from eyas.models.backends.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack
 from eyas.models.backends.packed_weights import PackedLinear, PackedProduct
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import DraftLayer
-from eyas.models.inputs import Segment
+from eyas.models.inputs import Segment, Segments
 from eyas.models.layers.fused import merged_product
 from eyas.models.layers.norms import HeadLayout, RMSNorm
 
@@ -44,7 +44,9 @@ class CompiledEagle:
         norms = [RMSNorm(weight, eps, adds_one=False) for weight in weights if weight is not None]
         self._layers = [_compiled_layer(layer, norm) for layer, norm in zip(parts, norms, strict=True)]
         self._stack = CpuStack.of(self._layers)
-        self._first, self._final_norm = parts[0], norms[-1]
+        self._final_norm = norms[-1]
+        pair_norms = parts[0].hidden_norm, parts[0].input_norm  # none in an EAGLE-1 head, which has fc instead
+        self._pair_norms = [norm.detach().numpy() for norm in pair_norms if norm is not None]
 
     @staticmethod
     def compile_kernels() -> None:
@@ -56,8 +58,9 @@ class CompiledEagle:
 
     def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache) -> Tensor:
         """Return states [R, H] of rows in slots, features [R, H], through all layers."""
-        tokens, slots = (np.concatenate([getattr(segment, name) for segment in segments]) for name in ("tokens", "slots"))
-        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, RowKeys.of(segments), kv)
+        packed = Segments.of(segments)
+        tokens, _, slots, *_ = packed.rows
+        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, packed.row_keys(), kv)
 
     def run_rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys, kv: KVCache) -> Tensor:
         """Return the states [R, H] of rows behind the states [N, H] that `sources` [R] name.
@@ -66,7 +69,19 @@ class CompiledEagle:
             tokens: the target's ids [R].
             slots: for their keys and values [R].
         """
-        rows = self._inputs(states, sources, tokens, slots, keys)
+        head, width = self._head, states.shape[1]
+        if head.fc is not None:
+            embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
+            inputs, residual = head.first_inputs(embedded, states[torch.from_numpy(sources)])
+        else:
+            inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
+            self._kernels.pair_inputs(
+                states.numpy(), sources, self._embedding, tokens, *self._pair_norms, head.config.rms_norm_eps,
+                inputs.numpy(), residual.numpy(),
+            )  # fmt: skip
+            if head.config.wiring.norm_before_residual:
+                residual.copy_(inputs[:, width:])
+        rows = CpuRows(residual, slots, keys, inputs=inputs)
         rotary = self._cos[keys.positions], self._sin[keys.positions]
         if self._stack:
             self._stack.run(rows, [rotary], kv)
@@ -83,32 +98,13 @@ class CompiledEagle:
             states = normed
         return self._head.lm_head(states)  # type: ignore[no-any-return]
 
-    def _inputs(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys) -> CpuRows:
-        """Return the inputs of the first layer."""
-        head, first, width = self._head, self._first, states.shape[1]
-        if head.fc is not None:
-            embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
-            joined, _ = head.first_inputs(embedded, states[torch.from_numpy(sources)])
-            return CpuRows(joined, slots, keys, inputs=joined)
-        assert first.input_norm is not None
-        assert first.hidden_norm is not None
-        inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
-        weights = first.hidden_norm.detach().numpy(), first.input_norm.detach().numpy()
-        self._kernels.pair_inputs(
-            states.numpy(), sources, self._embedding, tokens, *weights, head.config.rms_norm_eps, inputs.numpy(),
-            residual.numpy(),
-        )  # fmt: skip
-        if head.config.wiring.norm_before_residual:
-            residual.copy_(inputs[:, width:])
-        return CpuRows(residual, slots, keys, inputs=inputs)
-
 
 def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
     """Return a layer for the kernels of the CPU. behind: the norm of what it returns."""
     sizes, parts = layer.sizes, (layer.qkv, layer.out, layer.gate_up, layer.down)
     products = CpuProducts.of(*(part.product if isinstance(part, PackedLinear) else part for part in parts))
     norm = RMSNorm(layer.post_norm, sizes.rms_norm_eps, adds_one=False)
-    return CpuLayer(products, layer.heads, sizes.head_dim**-0.5, None, None, "silu", norm, behind)
+    return CpuLayer(products, layer.heads, AttentionRule(sizes.head_dim**-0.5), "silu", norm, behind)
 
 
 class CompiledBackbone:
@@ -149,17 +145,17 @@ class CompiledBackbone:
         """Return the rows of blocks, embeddings [R, H], to normed states [R, H]. blocks: one after the other; their rows see
         each other and their prefixes.
         """
-        whole = RowKeys.of(blocks)
+        whole = Segments.of(blocks).row_keys()
         rows, rotary = CpuRows(embedded, whole.positions[:0], whole), self._rotary(whole.positions)
         causal = whole
         if self._config.causal_windows:
-            causal = RowKeys.of([block._replace(visible=None) for block in blocks])
+            causal = Segments.of([block._replace(visible=None) for block in blocks]).row_keys()
         rows.start(self._kernels, self._first)
         if self._stack and causal is whole:
             self._stack.run(rows, [rotary], kv)
             return rows.normed
         for number, layer in enumerate(self._layers):
-            rows.keys = whole if layer.window is None else causal
+            rows.keys = whole if layer.attention.window is None else causal
             layer.run(self._kernels, rows, rotary, kv, number)
         return rows.normed
 
@@ -171,7 +167,7 @@ class CompiledBackbone:
         out, down = (x.product if isinstance(x, PackedLinear) else x for x in (attention.o_proj, mlp.down_proj))
         products = CpuProducts.of(qkv, out, merged_product([mlp.gate_proj, mlp.up_proj]), down)
         mlp_norm = self._norm(layer.post_attention_layernorm.weight)
-        return CpuLayer(products, heads, c.head_dim**-0.5, window, None, "silu", mlp_norm, behind)
+        return CpuLayer(products, heads, AttentionRule(c.head_dim**-0.5, window), "silu", mlp_norm, behind)
 
     def _norm(self, weight: Tensor) -> RMSNorm:
         return RMSNorm(weight, self._config.rms_norm_eps, adds_one=False)

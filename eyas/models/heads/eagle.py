@@ -5,7 +5,6 @@ Li et al. 2024 (EAGLE, EAGLE-2) and 2025 (EAGLE-3). Legend: R rows, H draft hidd
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
@@ -14,7 +13,6 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache, KVShape
@@ -31,7 +29,6 @@ from eyas.models.checkpoint import (
     LM_HEAD_NAMES,
     WIRING_KEY,
     CheckpointSource,
-    check_tensors,
     explained,
     open_checkpoint,
 )
@@ -43,7 +40,6 @@ from eyas.models.heads.eagle_config import (
     canonical_name,
     fuser_shapes,
     layer_prefix,
-    optional_tensors,
     read_head_config,
     tensor_shapes,
 )
@@ -59,6 +55,7 @@ from eyas.models.heads.layers import (
     rms_norm,
     rotary_table,
     under_prefix,
+    write_files,
 )
 from eyas.models.heads.slots import attend_slots, cache_and_attend, layer_slots
 from eyas.models.inputs import PackedInputs
@@ -283,7 +280,7 @@ def load_head(
     checkpoint, target = open_checkpoint(checkpoint), open_checkpoint(target)
     config = read_head_config(checkpoint, target.text_config, kind, wiring)
     rename = partial(canonical_name, kind=kind)
-    tensors = checkpoint.tensors_of(rename, tensor_shapes(config), optional_tensors(config))
+    tensors = checkpoint.tensors_of(rename, tensor_shapes(config), config.optional_tensors)
     if "d2t" in tensors:
         check_draft_vocabulary(config.vocab_size, tensors, checkpoint.folder)
     embedding, lm_head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
@@ -308,7 +305,6 @@ def load_fuser(
     target: CheckpointSource,
     dtype: str = "float32",
     device: str = "cpu",
-    wiring: HeadWiring | None = None,
     kind: Kind = "eagle3",
 ) -> LinearFuser:
     """Load only the part of an EAGLE-3 or P-EAGLE head that runs beside the target: fc and the norms before it.
@@ -316,7 +312,7 @@ def load_fuser(
     Raises CheckpointError.
     """
     checkpoint = open_checkpoint(checkpoint)
-    config = read_head_config(checkpoint, open_checkpoint(target).text_config, kind, wiring)
+    config = read_head_config(checkpoint, open_checkpoint(target).text_config, kind)
     tensors = checkpoint.part_of(partial(canonical_name, kind=kind), fuser_shapes(config))
     return _fuser(config, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}).to(
         torch.device(device)
@@ -350,11 +346,8 @@ def write_head(folder: Path, config: EagleHeadConfig, tensors: Mapping[str, Tens
 
     Raises CheckpointError for tensors that `config` does not imply.
     """
-    check_tensors(tensors, tensor_shapes(config), optional_tensors(config), folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     settings = config_json(config) | {WIRING_KEY: asdict(config.wiring)}
-    (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    write_files(folder, settings, tensors, tensor_shapes(config), config.optional_tensors)
 
 
 def config_json(c: EagleHeadConfig) -> dict[str, Any]:

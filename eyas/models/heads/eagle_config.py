@@ -7,7 +7,7 @@ Facts about the formats and their sources stand in docs/models.md. Reads names o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -52,7 +52,27 @@ class HeadWiring:
 
 
 @dataclass(frozen=True)
-class EagleHeadConfig(BackboneSizes):
+class LayeredHeadConfig(BackboneSizes):
+    """Sizes of a head with decoder layers, of any kind, and how it is wired."""
+
+    target_hidden: int
+    draft_vocab_size: int
+    wiring: HeadWiring
+
+    @property
+    def aux_hidden_state_layers(self) -> tuple[int, ...]:
+        return self.wiring.aux_hidden_state_layers
+
+    @property
+    def optional_tensors(self) -> set[str]:
+        """The tensors that may be absent: the target's embedding and lm_head are used, or the vocabulary is whole."""
+        is_whole, is_as_wide = self.draft_vocab_size == self.vocab_size, self.hidden == self.target_hidden
+        absent = {"t2d": True, "d2t": is_whole, "embed_tokens.weight": is_as_wide, "lm_head.weight": is_whole and is_as_wide}
+        return {name for name, may_be in absent.items() if may_be}
+
+
+@dataclass(frozen=True)
+class EagleHeadConfig(LayeredHeadConfig):
     """Sizes of an EAGLE head and its layers.
 
     Attributes:
@@ -64,9 +84,6 @@ class EagleHeadConfig(BackboneSizes):
     """
 
     kind: Kind
-    target_hidden: int
-    draft_vocab_size: int
-    wiring: HeadWiring
     input_norms: InputNorms = "none"
     fc_bias: bool = False
     qkv_bias: bool = False
@@ -75,8 +92,9 @@ class EagleHeadConfig(BackboneSizes):
     depth: int = 0
 
     @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        return self.wiring.aux_hidden_state_layers
+    def optional_tensors(self) -> set[str]:
+        """The tensors that may be absent; of a head whose output is bare a norm, too."""
+        return super().optional_tensors | ({"norm.weight"} if self.wiring.output == "bare" else set())
 
 
 def _flatten(config: Settings) -> dict[str, Any]:
@@ -142,9 +160,15 @@ UNSUPPORTED_HEADS = {
 
 def canonical_name(name: str, kind: Kind) -> str:
     """Return a tensor's name as the first publication of its kind spells it."""
-    for pattern, spelling in TENSOR_SPELLINGS:
-        name = re.sub(pattern, spelling, name)
+    name = respelled(name, TENSOR_SPELLINGS)
     return re.sub(r"^layers\.0\.", "midlayer.", name) if kind != "eagle" else name
+
+
+def respelled(name: str, spellings: Sequence[tuple[str, str]]) -> str:
+    """Return a tensor's name with each pattern of the spellings replaced."""
+    for pattern, spelling in spellings:
+        name = re.sub(pattern, spelling, name)
+    return name
 
 
 def find_eagle_kind(tensors: Iterable[str]) -> Kind | None:
@@ -180,27 +204,35 @@ def read_head_config(
     names = {canonical_name(name, kind) for name in checkpoint.files}
     _check_kind(raw, names, kind, checkpoint.folder)
     head = _flatten(raw)
-    sizes, vocab_size = read_layer_sizes(head, source), get_setting(int, head, "vocab_size", source)
+    sizes = read_sizes(head, get_setting(int, head, "num_hidden_layers", source, 1), source)
     config = EagleHeadConfig(
-        **vars(sizes),
+        **sizes,
         kind=kind,
-        target_hidden=get_setting(int, head, "target_hidden_size", source, sizes.hidden),
-        num_layers=get_setting(int, head, "num_hidden_layers", source, 1),
-        vocab_size=vocab_size,
-        draft_vocab_size=get_setting(int, head, "draft_vocab_size", source, vocab_size),
-        rotary=read_rotary(head, source),
-        max_positions=get_setting(int, head, "max_position_embeddings", source, 2048),
         wiring=wiring or recorded_wiring(raw, source) or _stated_wiring(head, kind, names, target, source),
         input_norms=_input_norms(head, names, source),
         fc_bias="fc.bias" in names or (kind == "eagle" and get_setting(bool, head, "bias", source, False)),
         qkv_bias=any(name.endswith("q_proj.bias") for name in names)
         or any(get_setting(bool, head, key, source, False) for key in ("attention_bias", "qkv_bias")),
         out_bias=any(name.endswith("o_proj.bias") for name in names),
-        mask_token_id=_mask_token_id(head, vocab_size, source) if kind == "peagle" else None,
+        mask_token_id=_mask_token_id(head, sizes["vocab_size"], source) if kind == "peagle" else None,
         depth=trained_depth(raw) if kind == "peagle" else 0,
     )
     _check(config, head, target, checkpoint.folder)
     return config
+
+
+def read_sizes(head: Settings, num_layers: int, source: Path) -> dict[str, Any]:
+    """Return the sizes that a head's settings state, as fields of its config. Raises CheckpointError if one is missing."""
+    sizes, vocab_size = read_layer_sizes(head, source), get_setting(int, head, "vocab_size", source)
+    return {
+        **vars(sizes),
+        "target_hidden": get_setting(int, head, "target_hidden_size", source, sizes.hidden),
+        "num_layers": num_layers,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": get_setting(int, head, "draft_vocab_size", source, vocab_size),
+        "rotary": read_rotary(head, source),
+        "max_positions": get_setting(int, head, "max_position_embeddings", source, 2048),
+    }
 
 
 def _mask_token_id(head: Settings, vocab_size: int, source: Path) -> int:
@@ -305,17 +337,6 @@ def tensor_shapes(c: EagleHeadConfig) -> Shapes:
         "d2t": (c.draft_vocab_size,),
         "t2d": (c.vocab_size,),
     }
-
-
-def optional_tensors(c: EagleHeadConfig) -> set[str]:
-    """Return the tensors that may be absent: the target's are used, the vocabulary is whole, or no norm is needed."""
-    return (
-        {"t2d"}
-        | ({"embed_tokens.weight"} if c.hidden == c.target_hidden else set())
-        | ({"lm_head.weight"} if c.hidden == c.target_hidden and c.draft_vocab_size == c.vocab_size else set())
-        | ({"d2t"} if c.draft_vocab_size == c.vocab_size else set())
-        | ({"norm.weight"} if c.wiring.output == "bare" else set())
-    )
 
 
 def fuser_shapes(c: EagleHeadConfig) -> Shapes:

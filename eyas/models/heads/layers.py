@@ -6,12 +6,14 @@ that are collected, C target hidden, D draft vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from eyas.config.file_values import get_setting
@@ -20,6 +22,7 @@ from eyas.errors import CheckpointError
 from eyas.kernels.arguments import LayerSlots, Projected
 from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain import layers as plain
+from eyas.models.checkpoint import check_tensors
 from eyas.models.layers.norms import HeadLayout
 
 # Weights of 8 bits.
@@ -171,6 +174,16 @@ def default_rotary_table(theta: float, width: int, length: int) -> Tensor:
     # RoPE in transformers' layout: dimension i turns with dimension i + d / 2, so cos and sin are doubled.
     both = torch.cat([angles, angles], -1)
     return torch.stack([both.cos(), both.sin()], dim=1)
+
+
+def write_files(
+    folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], shapes: Shapes, optional: Collection[str]
+) -> None:
+    """Write config.json and model.safetensors. Raises CheckpointError for tensors that the shapes do not name."""
+    check_tensors(tensors, shapes, optional, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

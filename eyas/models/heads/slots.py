@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from eyas.cache.kv_cache import KVCache
-from eyas.kernels.arguments import LayerSlots, Projected
+from eyas.kernels.arguments import AttentionRule, LayerSlots, Projected
 from eyas.models.inputs import PackedInputs
 from eyas.models.layers.attention import attend
 
@@ -24,7 +24,7 @@ def cache_and_attend(
     if not rows.is_cached:
         keys.index_copy_(0, slots, rows.key)
         values.index_copy_(0, slots, rows.value)
-    return attend(query, keys, values, packed, query.shape[-1] ** -0.5, window)
+    return attend(query, keys, values, packed, AttentionRule(query.shape[-1] ** -0.5, window))
 
 
 def layer_slots(kv: KVCache, packed: PackedInputs, layer: int) -> LayerSlots:

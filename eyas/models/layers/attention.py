@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache, load_rows
 from eyas.device.transfer import on_device_of
+from eyas.kernels.arguments import AttentionRule
 from eyas.kernels.plain.layers import store_rows
 from eyas.models.inputs import PackedInputs, PaddedGroup
 from eyas.models.layers.latent import MOST_ABSORBED_ROWS, LatentProjection, latent_projection
@@ -96,101 +97,78 @@ def slot_attention(  # noqa: PLR0913  # the signature that transformers calls
     scales = kv_cache.scales[layer]
     latent = latent_projection(module)
     store_rows(kv_cache.keys[layer], packed.slots, key[0].transpose(0, 1), scales.key)
-    rule = scaling, getattr(module, WINDOW, sliding_window), softcap, s_aux
+    rule = AttentionRule(scaling, getattr(module, WINDOW, sliding_window), softcap, s_aux)
     rows = query[0].transpose(0, 1)
     if latent is None:
         store_rows(kv_cache.values[layer], packed.slots, value[0].transpose(0, 1), scales.value)
-        out = attend_layer(rows, kv_cache, layer, packed, *rule)
+        out = attend_layer(rows, kv_cache, layer, packed, rule)
     else:
-        out = _attend_latents(latent, rows, kv_cache, layer, packed, *rule)
+        out = _attend_latents(latent, rows, kv_cache, layer, packed, rule)
     return out[None].contiguous(), None  # as transformers' own; layers view it, or would copy it themselves
 
 
 def _attend_latents(
-    latent: LatentProjection, query: Tensor, kv_cache: KVCache, layer: int, packed: PackedInputs, *rule: Any
+    latent: LatentProjection, query: Tensor, kv_cache: KVCache, layer: int, packed: PackedInputs, rule: AttentionRule
 ) -> Tensor:
     """Return the attention of query [R, H, N + P] over the latents of a layer, [R, H, V]. Long segments expand the keys and
     values of their heads.
-
-    rule: scaling, window, softcap and sinks, as `attend_layer` takes them.
     """
-    scaling, window, softcap, sinks = rule
-    is_plain = packed.attend is None and packed.metadata is None and softcap is None and sinks is None
+    is_plain = packed.attend is None and packed.metadata is None and rule.softcap is None and rule.sinks is None
     if not is_plain or all(group.shape[1] <= MOST_ABSORBED_ROWS for group in packed.groups):
-        return latent.values_of(attend_layer(latent.absorb(query), kv_cache, layer, packed, *rule))
+        return latent.values_of(attend_layer(latent.absorb(query), kv_cache, layer, packed, rule))
     keys, values, scale = kv_cache.keys[layer], kv_cache.values[layer], kv_cache.scales[layer].key
 
     def attend_group(index: int, group: PaddedGroup, cells: Tensor) -> Tensor:
         batch, num_cells = group.shape
         if num_cells <= MOST_ABSORBED_ROWS:
-            bias = packed.bias(index, window, query.dtype, query.shape[1])
-            found = _attend_group(latent.absorb(cells), keys, values, group, bias, scaling * scale, None, None)
+            bias = packed.bias(index, rule.window, query.dtype, query.shape[1])
+            scaled = rule._replace(scaling=rule.scaling * scale)
+            found = _attend_group(latent.absorb(cells), keys, values, group, bias, scaled)
             return latent.values_of(found if scale == 1 else found * scale)
         latents = _gather(keys, group, query.dtype).view(batch, -1, keys.shape[2])
-        bias = packed.bias(index, window, query.dtype, 1)
+        bias = packed.bias(index, rule.window, query.dtype, 1)
         segments = zip(torch.split(cells, num_cells), latents if scale == 1 else latents * scale, strict=True)
         masks = [None] * batch if bias is None else bias
-        parts = [latent.attend_expanded(*each, mask, scaling) for each, mask in zip(segments, masks, strict=True)]
+        parts = [latent.attend_expanded(*each, mask, rule.scaling) for each, mask in zip(segments, masks, strict=True)]
         return parts[0] if batch == 1 else torch.cat(parts)
 
     return _over_groups(query, packed, latent.widths[1], attend_group)
 
 
-def attend_layer(
-    query: Tensor,
-    kv_cache: KVCache,
-    layer: int,
-    packed: PackedInputs,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend_layer(query: Tensor, kv_cache: KVCache, layer: int, packed: PackedInputs, rule: AttentionRule) -> Tensor:
     """Run a pass's own attention, or else `attend`, over a layer of the KV cache, once keys and values are in their slots.
     Attention is linear in the scales of keys, within, and values, behind.
     """
     keys, values, scales = kv_cache.keys[layer], kv_cache.values[layer], kv_cache.scales[layer]
-    out = (packed.attend or attend)(query, keys, values, packed, scaling * scales.key, window, softcap, sinks)
+    if scales.key != 1:
+        rule = rule._replace(scaling=rule.scaling * scales.key)
+    out = (packed.attend or attend)(query, keys, values, packed, rule)
     return out if scales.value == 1 else out * scales.value
 
 
-def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: PackedInputs,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def attend(query: Tensor, keys: Tensor, values: Tensor, packed: PackedInputs, rule: AttentionRule) -> Tensor:
     """Return the attention of query [R, H, D] over keys and values of all slots [S, J, D]; [R, H, D]. Loops over groups
     only. Inputs with metadata go to the Triton kernel, a function with the same signature.
-
-    Args:
-        window: of sliding-window attention, in tokens.
-        softcap: limit of the scores, as in Gemma 2.
-        sinks: of each query head [H], as in gpt-oss: the score of a key without a value, which no softcap or scale changes.
     """
-    is_plain = window is None and softcap is None and sinks is None and query.shape[2] == values.shape[2] <= LIBRARY_WIDTH
-    if packed.prompts and is_plain:
-        return _attend_by_library(query, keys, values, packed, scaling)
+    is_plain = rule.window is None and rule.softcap is None and rule.sinks is None
+    if packed.prompts and is_plain and query.shape[2] == values.shape[2] <= LIBRARY_WIDTH:
+        return _attend_by_library(query, keys, values, packed, rule)
     if packed.metadata is not None:
         from eyas.kernels.cuda import attention as kernel
 
         with on_device_of(query):
-            return kernel.attend(query, keys, values, packed, scaling, window, softcap, sinks)
+            return kernel.attend(query, keys, values, packed, rule)
 
     def attend_group(index: int, group: PaddedGroup, cells: Tensor) -> Tensor:
-        bias = packed.bias(index, window, query.dtype, query.shape[1] // keys.shape[1])
-        return _attend_group(cells, keys, values, group, bias, scaling, softcap, sinks)
+        bias = packed.bias(index, rule.window, query.dtype, query.shape[1] // keys.shape[1])
+        return _attend_group(cells, keys, values, group, bias, rule)
 
     return _over_groups(query, packed, values.shape[2], attend_group)
 
 
-def _attend_by_library(query: Tensor, keys: Tensor, values: Tensor, packed: PackedInputs, scaling: float) -> Tensor:
+def _attend_by_library(query: Tensor, keys: Tensor, values: Tensor, packed: PackedInputs, rule: AttentionRule) -> Tensor:
     """Run `attend` for a pass that ends with long prompts, for these by torch's causal attention over copies of their keys
-    and values.
+    and values. The rule says nothing but a scaling.
     """
     from torch.nn.attention.bias import causal_lower_right  # this import takes 1.5 s, as it brings torch's compiler
 
@@ -198,14 +176,14 @@ def _attend_by_library(query: Tensor, keys: Tensor, values: Tensor, packed: Pack
     before = packed.before_prompts
     start = 0 if before is None or before.metadata is None else before.metadata.shape.rows
     if before is not None:
-        out[:start] = attend(query[:start], keys, values, before, scaling)
+        out[:start] = attend(query[:start], keys, values, before, rule)
     for group in packed.prompts:
         end = start + group.shape[1]
         q = query[start:end].transpose(0, 1)[None]  # [1, H, R, D]
         gathered = _gather_both(keys, values, group, query.dtype)
         k, v = (rows[None, : group.num_keys].transpose(1, 2) for rows in gathered)  # [1, J, K, D]
         causal = causal_lower_right(end - start, k.shape[2])  # the last row sees all keys
-        attended = F.scaled_dot_product_attention(q, k, v, causal, scale=scaling, enable_gqa=True)
+        attended = F.scaled_dot_product_attention(q, k, v, causal, scale=rule.scaling, enable_gqa=True)
         out[start:end] = attended[0].transpose(0, 1)
         start = end
     return out
@@ -232,14 +210,7 @@ def _over_groups(
 
 
 def _attend_group(
-    cells: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    group: PaddedGroup,
-    bias: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    cells: Tensor, keys: Tensor, values: Tensor, group: PaddedGroup, bias: Tensor | None, rule: AttentionRule
 ) -> Tensor:
     """Return the attention of the group's cells [B * Q, H, D], in their shape: heads that share keys and values are
     folded into the rows.
@@ -248,15 +219,13 @@ def _attend_group(
     # [B * Q, H, D] to [B, J, (H / J) * Q, D]: query heads that share keys and values become rows of one head.
     q = cells.view(batch, count, num_kv, num_heads // num_kv, width).permute(0, 2, 3, 1, 4).reshape(batch, num_kv, -1, width)
     k, v = (rows.view(batch, -1, *rows.shape[1:]).transpose(1, 2) for rows in _gather_both(keys, values, group, q.dtype))
-    o = masked_attention(q, k, v, bias, scaling, softcap, _sink_of_rows(sinks, num_kv, count))
+    sinks = rule.sinks
+    if sinks is not None:  # of heads that are folded into the rows, [J, (H / J) * Q, 1]
+        sinks = sinks.float().repeat_interleave(count).view(num_kv, -1, 1)
+    o = masked_attention(q, k, v, bias, rule.scaling, rule.softcap, sinks)
     # And back: [B, J, (H / J) * Q, D] to [B * Q, H, D].
     o = o.view(batch, num_kv, num_heads // num_kv, count, -1).permute(0, 3, 1, 2, 4)
     return o.reshape(batch * count, num_heads, -1)
-
-
-def _sink_of_rows(sinks: Tensor | None, num_kv: int, cells: int) -> Tensor | None:
-    """Return the sinks of query heads [H] for heads that are folded into the rows, [J, (H / J) * cells, 1]."""
-    return None if sinks is None else sinks.float().repeat_interleave(cells).view(num_kv, -1, 1)
 
 
 def _gather_both(keys: Tensor, values: Tensor, group: PaddedGroup, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache
 from eyas.device.placement import runs_compiled, runs_triton
+from eyas.kernels.arguments import AttentionRule
 from eyas.kernels.by_device import fused_kernels
 from eyas.models.backends.cpu import CpuDecoder, CpuLayer, CpuProducts
 from eyas.models.backends.packed_weights import MergedLinearPart, PackedLinear, Product, has_kernel
@@ -122,7 +123,8 @@ class FusedLayer:
             self._activation = ACTIVATIONS[type(_activation_of(mlp)).__name__]
         self._heads = _head_layout(attention, norm_of)
         window = attention.config.sliding_window if kind.window_in_config else getattr(attention, "sliding_window", None)
-        self._attention = attention.scaling, window, attention.attn_logit_softcapping if kind.has_softcap else None
+        softcap = attention.attn_logit_softcapping if kind.has_softcap else None
+        self._attention = AttentionRule(attention.scaling, window, softcap)
         has_norms = kind.has_output_norms
         self._out_norm = norm_of(layer.post_attention_layernorm) if has_norms else None
         self._down_norm = norm_of(layer.post_feedforward_layernorm) if has_norms else None
@@ -166,7 +168,7 @@ class FusedLayer:
         qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
         rotary = kernels.rotary_rows(stream.rotary, *position_embeddings)
         query = kernels.rotate_and_store(qkv, self._heads, rotary, *pools)
-        attended = attend_layer(query, kv_cache, source, packed, *self._attention)
+        attended = attend_layer(query, kv_cache, source, packed, self._attention)
         out: Any = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         routed = self._routed if kernels.RUNS_EXPERTS else None
         sum_and_norms = routed.add_norms if routed and routed.norms else kernels.add_norm
@@ -213,7 +215,7 @@ class FusedLayer:
         )
         return CpuLayer(
             CpuProducts.of(*parts),
-            self._heads, *self._attention, self._activation,
+            self._heads, self._attention, self._activation,
             self._mlp_norm, self.next_norm, self._out_norm, self._down_norm,
         )  # fmt: skip
 

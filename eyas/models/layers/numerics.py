@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import load_rows
+from eyas.kernels.arguments import AttentionRule
 from eyas.models.backends.packed_weights import HALF_DTYPES
 from eyas.models.inputs import PackedInputs, Segment
 
@@ -115,27 +116,18 @@ def float32_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, destinatio
     return out.view(*rows.shape[:-1], len(weight))
 
 
-def batch_invariant_attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    packed: PackedInputs,
-    scaling: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
+def batch_invariant_attend(query: Tensor, keys: Tensor, values: Tensor, packed: PackedInputs, rule: AttentionRule) -> Tensor:
     """Run `attention.attend` of one segment in float64, rounded once: query [R, H, D], keys and values [S, J, D].
 
     The order in which keys are summed changes a result by 1e-16 of its size. float32 and narrower types show that with a
     chance of about one in 2**29.
     """
     (group,), num_kv = packed.groups, keys.shape[1]
-    slots = group.keys[0]
-    bias = packed.bias(0, window, torch.float64, 1)
+    slots, softcap, sinks = group.keys[0], rule.softcap, rule.sinks
+    bias = packed.bias(0, rule.window, torch.float64, 1)
     q = query.double().view(len(query), num_kv, -1, query.shape[-1]).permute(1, 2, 0, 3)
     k, v = (load_rows(cache, slots, torch.float64).transpose(0, 1)[:, None] for cache in (keys, values))
-    scores = q @ k.transpose(-1, -2) * scaling
+    scores = q @ k.transpose(-1, -2) * rule.scaling
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores if bias is None else scores + bias[0]
     weights = torch.softmax(scores, dim=-1)

@@ -188,7 +188,6 @@ def _read_states(message: bytes, count: int, start: int) -> tuple[list[StateStep
 def _mask_bits(segments: Segments) -> bytes:
     """Return the bits of all masks, row by row."""
     if segments.trees is not None:
-        counts, visible = segments.rows.counts, segments.trees.visible
-        return np.packbits(visible[np.arange(visible.shape[1]) < np.repeat(counts, counts)[:, None]]).tobytes()
+        return np.packbits(segments.trees.masks).tobytes()
     masks = [segment.visible.ravel() for segment in segments if segment.visible is not None]
     return np.packbits(np.concatenate(masks)).tobytes() if masks else b""

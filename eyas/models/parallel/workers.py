@@ -101,7 +101,7 @@ class TargetWorkers:
         A rank without memory for the pass finishes its exchanges and says so. Then the body's result is of no use, and
         torch.OutOfMemoryError is raised here, with all ranks in step. The body may raise it for the same reason.
         """
-        return self._in_step(segments, self._check_memory) if self._connections else nullcontext()
+        return self._in_step(segments, self._check_memory)
 
     def register_failure_callback(self, callback: Callable[[str], None]) -> None:
         """Call `callback` once with the reason when the ranks fail, from any thread; at once if they have already failed."""

@@ -229,15 +229,15 @@ def test_a_replay_that_reads_freed_memory_is_refused() -> None:
         checked_capture(add_to_last_run)
 
 
-@pytest.mark.parametrize(("count", "least", "size"), [(1, 1, 1), (3, 1, 4), (4, 1, 4), (5, 1, 6), (7, 1, 8), (9, 1, 12)])
-def test_sizes_are_padded_by_half_at_most(count: int, least: int, size: int) -> None:
-    assert padded_size(count, least) == size
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (3, 4), (4, 4), (5, 6), (7, 8), (9, 12)])
+def test_sizes_are_padded_by_half_at_most(count: int, size: int) -> None:
+    assert padded_size(count) == size
 
 
 def test_padding_reaches_every_size_and_never_falls_short() -> None:
-    sizes = [padded_size(count, 128) for count in range(1, 3000)]
+    sizes = [padded_size(count) for count in range(1, 3000)]
     assert sizes == sorted(sizes)
-    assert all(count <= size <= max(128, 1.5 * count) for count, size in enumerate(sizes, 1))
+    assert all(count <= size <= 1.5 * count for count, size in enumerate(sizes, 1))
 
 
 def test_outputs_are_the_plain_ones(tiny_target: str, tiny_head: str) -> None:

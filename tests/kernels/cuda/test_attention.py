@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.cache.kv_cache import SlotMemory
+from eyas.kernels.arguments import AttentionRule
 from eyas.models.backends import attention_metadata as metadata
 from eyas.models.backends.attention_metadata import Tiling, bucket_shape, pack_with_metadata, tight_shape, with_prompts
 from eyas.models.inputs import PackedInputs, Segments, pack
@@ -88,8 +89,9 @@ def check(
         *(x.to(DEVICE, kv_dtype or dtype) for x in (kv_cache.keys, kv_cache.values)),
     )
     sinks = None if heads.sinks is None else heads.sinks.to(DEVICE)
-    expected = naive(query[:rows].cpu().double(), kv_cache, segments, scaling_of(heads), window, softcap, sinks)
-    got = attention.attend(query, keys, values, packed, scaling_of(heads), window, softcap, sinks).cpu().double()
+    rule = AttentionRule(scaling_of(heads), window, softcap, sinks)
+    expected = naive(query[:rows].cpu().double(), kv_cache, segments, *rule)
+    got = attention.attend(query, keys, values, packed, rule).cpu().double()
     torch.testing.assert_close(got[:rows], expected, atol=tolerance, rtol=tolerance)
     assert not got[rows:].any(), "padding rows attend to nothing"
 
@@ -241,6 +243,6 @@ def test_nan_reaches_only_the_rows_that_attend_to_it(packing: Packing) -> None:
         seen = [*segments[bad].prefix, *segments[bad].slots]
         keys[seen] = values[seen] = float("nan")
         packed = packing(segments, heads, num_slots(sizes))
-        got = attention.attend(query, keys.to(DEVICE), values.to(DEVICE), packed, scaling_of(heads))
+        got = attention.attend(query, keys.to(DEVICE), values.to(DEVICE), packed, AttentionRule(scaling_of(heads)))
         assert got[[row for row in range(7) if row not in own]].isfinite().all()
         assert got[own].isnan().all()

@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from eyas.kernels.arguments import Draws
+from eyas.kernels.arguments import AttentionRule, Draws
 from eyas.kernels.cuda.sampling import BLOCK, draw_rows, top_k
 from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.layers import attention
@@ -30,7 +30,7 @@ def attended(dtype: torch.dtype) -> torch.Tensor:
     packed = pack_with_metadata(segments, tight_shape(segments, Tiling(2, 1, 6)), size, CPU)
     query = torch.randn(len(packed.tokens), heads.query, heads.width, generator=torch.Generator().manual_seed(1))
     inputs = (x.to(dtype) for x in (query, kv_cache.keys, kv_cache.values))
-    return attention.attend(*inputs, packed, scaling_of(heads), 30, 2.0)
+    return attention.attend(*inputs, packed, AttentionRule(scaling_of(heads), 30, 2.0))
 
 
 def results() -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from eyas.config import DraftingConfig
-from eyas.drafters.trees.scoring import Scores, noise_words
+from eyas.drafters.trees.scoring import LevelLogits, noise_words
 from eyas.kernels.arguments import Ranked
 from eyas.kernels.by_device import rank
 from eyas.kernels.plain import drafting as plain
@@ -81,7 +81,7 @@ def test_filtered_children_are_the_ranked_plain_scores(name: str, dtype: torch.d
     noise = plain.shared_noise(words, draft_ids, LEVELS)
     scores = child_scores(logits, words, noise, 1, filtered_probs_no_sync)
     words, draft_ids, given = words.to(DEVICE), draft_ids.to(DEVICE), logits.to(DEVICE)
-    on_device = Scores(given, words, kernels.shared_noise(words, draft_ids, LEVELS), 1, filtered_probs_no_sync)
+    on_device = LevelLogits(given, words, kernels.shared_noise(words, draft_ids, LEVELS), 1, filtered_probs_no_sync)
     expected, found = rank(scores, 12), ranked(on_device, 12)
     assert found.ids.tolist() == expected.ids.tolist()
     torch.testing.assert_close(found.scores.cpu(), expected.scores, atol=2e-5, rtol=2e-5)
@@ -94,14 +94,14 @@ def test_filtered_children_are_the_ranked_plain_scores(name: str, dtype: torch.d
     assert torch.equal((token_keys >= best[..., None]) & is_possible, torch.isfinite(scores))
 
 
-def ranked(scores: Scores, k: int, above: torch.Tensor | None = None) -> Ranked:
+def ranked(scores: LevelLogits, k: int, above: torch.Tensor | None = None) -> Ranked:
     """Rank scores with the kernels, which run in the interpreter without a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eyas.drafters.trees.scoring.drafting_kernels", lambda values: kernels)
         return scores.best(k, above)
 
 
-def check_shapes(on_device: Scores, scores: torch.Tensor) -> None:
+def check_shapes(on_device: LevelLogits, scores: torch.Tensor) -> None:
     """One row for all nodes of a level, and more children than the kernels rank."""
     shared, above = replace(on_device, logits=on_device.logits[:, 1:2]), torch.randn(3, 4)
     below, plain_below = ranked(shared, 5, above.to(DEVICE)), rank(scores[:, 1:2], 5)

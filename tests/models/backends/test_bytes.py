@@ -162,7 +162,7 @@ def test_a_model_computes_with_its_rounded_weights(
     expected = model(TOKENS[None]).logits[0]
     # Rows come within 1e-5, unless a difference in a last bit rounds a number the other way; rows as they are, within 1.
     assert (found - expected).norm() < (0.6 if rounds_rows else 1e-3) * (found - exact).norm()
-    assert narrow.model.get_decoder().forward.__self__.has_stack
+    assert narrow.model.get_decoder().forward.__self__.stack
 
 
 @ROUNDS_ROWS

@@ -17,7 +17,7 @@ from eyas.cache.kv_cache import KVShape
 from eyas.cache.state_pools import StatePools, StateShape
 from eyas.cache.states import StateSizes, StateStep
 from eyas.drafters.trees.rows import RowLayout, SlotLevels, SlotRows
-from eyas.kernels.arguments import UNSCALED, Draws
+from eyas.kernels.arguments import UNSCALED, AttentionRule, Draws
 from eyas.kernels.by_device import sample, sampling_kernels
 from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
 from eyas.models.backends.cuda import KernelBackend, why_no_kernel
@@ -86,7 +86,7 @@ def test_draft_attention_reads_each_prefix_at_its_own_length() -> None:
     with recorded(launches.append):
         for level in range(1, 8):
             levels = levels.level(level, *torch.zeros(2, 64, 10, dtype=torch.int64))
-            attend(torch.zeros(640, 32, 128, dtype=torch.bfloat16), keys, keys, levels.packed, 1.0)
+            attend(torch.zeros(640, 32, 128, dtype=torch.bfloat16), keys, keys, levels.packed, AttentionRule(1.0))
     parts = [launch for launch in launches if launch.function.__name__ == "_attend_parts"]
     assert [keys_read(launch) for launch in parts] == [sum(lengths) + 64 * 10 * level for level in range(1, 8)]
     assert max(map(longest_part, parts)) <= 32070 // 6, "one program reads much of the longest prefix"
@@ -105,7 +105,7 @@ def keys_of_a_plain_step(num_shared: int) -> int:
     packed, launches = backend.pack(segments), list[Launch]()
     keys = torch.zeros(1, 8, 128, dtype=torch.bfloat16)
     with recorded(launches.append):
-        attend(torch.zeros(64, 32, 128, dtype=torch.bfloat16), keys, keys, packed, 1.0)
+        attend(torch.zeros(64, 32, 128, dtype=torch.bfloat16), keys, keys, packed, AttentionRule(1.0))
     assert len(launches) == 2, "parts, and what combines them"
     return keys_read(launches[0])
 

@@ -29,6 +29,7 @@ from eyas.engine.engine import Engine
 from eyas.engine.runner import ModelRunner
 from eyas.engine.scheduler import Scheduler
 from eyas.errors import ConfigError, Unavailable
+from eyas.kernels.arguments import AttentionRule
 from eyas.models import loading as loading_module
 from eyas.models.backends.attention_metadata import Tiling, pack_with_metadata, tight_shape
 from eyas.models.backends.base import BackendKind, BackendPlan, ForwardBackend
@@ -258,13 +259,14 @@ def test_the_kernel_on_sharded_heads_equals_plain_attention(
     kv_cache = make_kv_cache(scratch, heads, 0, torch.float32)
     keys, values = (tensor.float().to(DEVICE) for tensor in (kv_cache.keys, kv_cache.values))
     query = torch.randn(rows, heads.query, heads.width, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    whole = attend(query, keys, values, pack(segments, DEVICE), scaling_of(heads), window)
+    rule = AttentionRule(scaling_of(heads), window)
+    whole = attend(query, keys, values, pack(segments, DEVICE), rule)
     for share in (Shard(rank, size) for rank in range(size)):
         own, ours = share.of_heads(heads.kv), share.cut(query, 1)
         num_kv = own.cut(keys, 1).shape[1]
         shape = tight_shape(segments, Tiling(ours.shape[1] // num_kv, num_kv, 6))
         tables = pack_with_metadata(segments, shape, scratch, DEVICE)
-        got = attend(ours, own.cut(keys, 1), own.cut(values, 1), tables, scaling_of(heads), window)
+        got = attend(ours, own.cut(keys, 1), own.cut(values, 1), tables, rule)
         torch.testing.assert_close(got, share.cut(whole, 1), atol=2e-6, rtol=2e-6)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from eyas.cache.state_pools import StatePools, StateShape
 from eyas.cache.states import StateSizes, StateStep
-from eyas.kernels.arguments import RecurrentInputs
+from eyas.kernels.arguments import AttentionRule, RecurrentInputs
 from eyas.models.inputs import Segment, Segments
 from eyas.models.recurrent_rows import RecurrentRows
 from tests.support.devices.launches import META, Launch, recorded
@@ -143,15 +143,15 @@ def attention_calls(sm: int) -> None:
             packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
             query = torch.zeros(rows, heads, width, dtype=dtype, device=META)
             keys = torch.zeros(1024, kv_heads, width, dtype=dtype, device=META)
-            kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
+            kernel.attend(query, keys, keys, packed, AttentionRule(width**-0.5, window, softcap))
             if dtype == torch.bfloat16 and rows == 64 and sm == 90:
                 narrow = keys.to(narrow_type(sm))
-                kernel.attend(query, narrow, narrow, packed, width**-0.5)
+                kernel.attend(query, narrow, narrow, packed, AttentionRule(width**-0.5))
         if dtype == torch.float32:
             continue
         shape = bucket_shape(64, 32, replace(tiling, longest=8192, fixed_part=FIXED_PART))
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
-        kernel.attend(query, keys, keys, packed, width**-0.5, window, softcap)
+        kernel.attend(query, keys, keys, packed, AttentionRule(width**-0.5, window, softcap))
 
 
 def layout_calls(sm: int) -> None:
@@ -178,7 +178,7 @@ def layout_calls(sm: int) -> None:
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
         query = torch.zeros(rows, num_kv * group, width, dtype=torch.bfloat16, device=META)
         keys = torch.zeros(1024, num_kv, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
-        kernel.attend(query, keys, keys, packed, width**-0.5)
+        kernel.attend(query, keys, keys, packed, AttentionRule(width**-0.5))
 
 
 def sink_calls(sm: int) -> None:
@@ -196,7 +196,7 @@ def sink_calls(sm: int) -> None:
             tiling = Tiling(heads // num_kv, num_kv, processors, longest=longest, fixed_part=fixed_part)
             shape = bucket_shape(64, 32, tiling)
             packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
-            kernel.attend(query, keys, values, packed, width**-0.5, 128, None, sinks)
+            kernel.attend(query, keys, values, packed, AttentionRule(width**-0.5, 128, None, sinks))
 
 
 def prefill_calls(sm: int) -> None:
@@ -215,7 +215,7 @@ def prefill_calls(sm: int) -> None:
         packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
         query = torch.zeros(rows, 8 * group, width, dtype=torch.bfloat16, device=META)
         keys = torch.zeros(1024, 8, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
-        kernel.attend(query, keys, keys, packed, width**-0.5, window)
+        kernel.attend(query, keys, keys, packed, AttentionRule(width**-0.5, window))
 
 
 def layer_calls(sm: int) -> None:
