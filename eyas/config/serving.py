@@ -178,7 +178,7 @@ class DiscoveryConfig:
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """Metrics, traces and logs. The OTEL_* environment variables configure the OTLP export.
+    """Metrics, traces and logs. The OTEL_* environment variables configure the export of traces.
 
     Attributes:
         metrics_host: address of the Prometheus endpoint /metrics.
