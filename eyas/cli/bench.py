@@ -62,12 +62,6 @@ def offline(
     quick: Annotated[
         bool, typer.Option("--quick", help="A first impression: the first --batch, 3 prompts, 48 tokens, 3 batches.")
     ] = False,
-    rows: Annotated[
-        list[int] | None, typer.Option(help="Also time verify steps of this many rows, and drafting; may be repeated.")
-    ] = None,
-    first_token: Annotated[
-        bool, typer.Option("--first-token", help="Also time the first token of a long prompt, new and cached.")
-    ] = False,
     num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
     num_steps: NumSteps = TreeConfig.num_steps,
     top_k: TopK = TreeConfig.top_k,
@@ -90,8 +84,6 @@ def offline(
         temperatures=tuple(temperature),
         max_tokens=max_tokens,
         num_groups=groups,
-        rows=tuple(rows or ()),
-        first_token=first_token,
         tree=TreeConfig(num_draft_tokens, num_steps, top_k),
         draft_budget=cast(DraftBudgetPolicy, draft_budget),
         dtype=cast(Dtype, dtype),
