@@ -111,7 +111,6 @@ class MethodsSettings(BenchSettings):
         assistant: small model for transformers' assisted generation; empty leaves it out.
         draft_budget: fixed grows the whole tree in each step; adaptive leaves out what does not pay, as serving does.
         processor_time: count the seconds that processors work, not those that pass. For busy machines without a GPU.
-        compares: also measure other rankings of nodes, and draws without shared noise.
         generates: also measure transformers' `generate`, alone and with its prompt lookup.
     """
 
@@ -122,7 +121,6 @@ class MethodsSettings(BenchSettings):
     assistant: str = ""
     draft_budget: DraftBudgetPolicy = "fixed"
     processor_time: bool = False
-    compares: bool = True
     generates: bool = True
 
     def __post_init__(self) -> None:

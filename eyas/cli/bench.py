@@ -183,9 +183,6 @@ def methods(
     ] = "",
     draft_budget: Annotated[str, typer.Option(help="fixed trees, adaptive, or auto as serving has it.")] = "fixed",
     processor_time: Annotated[bool, typer.Option(help="Count the processor's seconds, for busy machines.")] = False,
-    compares: Annotated[
-        bool, typer.Option("--compare/--no-compare", help="Also measure other rankings and noise that is not shared.")
-    ] = True,
     generates: Annotated[
         bool, typer.Option("--generate/--no-generate", help="Also measure transformers' generate and its prompt lookup.")
     ] = True,
@@ -208,7 +205,6 @@ def methods(
         assistant=assistant,
         draft_budget=cast(DraftBudgetPolicy, draft_budget),
         processor_time=processor_time,
-        compares=compares,
         generates=generates,
         temperatures=tuple(temperature),
         max_tokens=max_tokens,
