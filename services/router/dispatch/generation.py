@@ -18,7 +18,7 @@ from eyas.api.validation import check_request
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.client_threads import ClientThreads
-from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
+from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, no_verifier
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.telemetry import RequestSpan, RouterTelemetry
 from eyas.text.tokenizer import TextStream, Tokenizer
@@ -165,7 +165,6 @@ class GenerationService:
         calls: Sequence[GenerateCall],
         operation: str = "text_completion",
         timeout_s: float | None = None,
-        on_trailers: TrailerCallback | None = None,
         count: Callable[[int], object] = bool,
     ) -> ReadyChunks:
         """Return the chunks of all completions of a body's calls, as they come; closing it early cancels them.
@@ -174,7 +173,6 @@ class GenerationService:
             calls: what `prepare` returned. Their completions are numbered through.
             operation: "chat" or "text_completion", as in the GenAI conventions.
             timeout_s: the client's own limit for each call.
-            on_trailers: see `RequestContext`.
             count: see `RequestContext`.
 
         Raises:
@@ -186,7 +184,7 @@ class GenerationService:
 
         async def run_call(call: GenerateCall, first: int, put: Put) -> None:
             """Put the chunks of one call, whose completions begin with the number `first`."""
-            context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, count, body=slots)
+            context = RequestContext(asyncio.get_running_loop().time() + timeout_s, count, body=slots)
             with self._telemetry.request(call, operation) as traced:
                 try:
                     call = traced.set_call(call)
