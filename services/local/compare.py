@@ -18,7 +18,7 @@ from rich.text import Text
 
 from eyas.api.outputs import TextChunk
 from eyas.api.request import GenerationStats, Request, SamplingParams
-from eyas.bench.results import first_difference
+from eyas.bench.results import Run, first_difference, total_stats
 from eyas.cli.generate import ScreenPrinter
 from eyas.client import Client
 from eyas.errors import EyasError, RequestFailed
@@ -91,26 +91,13 @@ def read_prompts(file: Path) -> list[Prompt]:
     return [Prompt(entry["source"], entry["text"], tuple(entry["token_ids"])) for entry in entries]
 
 
-@dataclass(frozen=True)
-class DemoAnswer:
-    """One finished request.
-
-    Attributes:
-        seconds: from sending the request to its last chunk.
-    """
-
-    token_ids: tuple[int, ...]
-    stats: GenerationStats
-    seconds: float
-
-
 def _ask(
     router: Client,
     prompt: Prompt,
     sampling: SamplingParams,
     mode: Mode,
     on_chunk: Callable[[TextChunk], object] = lambda chunk: None,
-) -> DemoAnswer:
+) -> Run:
     """Decode a prompt to the end. Raises EyasError when the call or the generation fails."""
     drafter = NO_DRAFTER if mode == "plain" else ""
     call = GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter)
@@ -122,7 +109,7 @@ def _ask(
     seconds = time.perf_counter() - started
     if chunk.totals is None or chunk.chunk.finish_reason not in ("stop", "length"):
         raise RequestFailed(f"{prompt.source}: ended with {chunk.chunk.finish_reason}: {chunk.chunk.message}")
-    return DemoAnswer(tuple(token_ids), chunk.totals.stats or GenerationStats(), seconds)
+    return Run(seconds, (tuple(token_ids),), chunk.totals.stats or GenerationStats())
 
 
 def _sampling(temperature: float, max_tokens: int) -> SamplingParams:
@@ -147,21 +134,18 @@ class DemoComparison:
 
     temperature: float
     prompts: Sequence[Prompt]
-    answers: dict[Mode, list[DemoAnswer]] = field(default_factory=lambda: {"plain": [], "speculative": []})
+    answers: dict[Mode, list[Run]] = field(default_factory=lambda: {"plain": [], "speculative": []})
 
     @property
     def stats(self) -> GenerationStats:
         """Speculation statistics, summed over all prompts."""
-        total = GenerationStats()
-        for answer in self.answers["speculative"]:
-            total.merge(answer.stats)
-        return total
+        return total_stats(self.answers["speculative"])
 
     def speed(self, mode: Mode) -> float:
         """Return the tokens per second over the fastest passes of all prompts, time to the first token included; prompts are
         cached.
         """
-        return sum(len(answer.token_ids) for answer in self.answers[mode]) / NUM_PASSES / self._seconds(mode, 0)
+        return sum(len(run.outputs[0]) for run in self.answers[mode]) / NUM_PASSES / self._seconds(mode, 0)
 
     def _seconds(self, mode: Mode, rank: int) -> float:
         """Return the seconds of a pass of each prompt, together: of the fastest one for rank 0, of the next one for 1."""
@@ -204,9 +188,9 @@ class DemoComparison:
         pairs = zip(self.answers["plain"], self.answers["speculative"], strict=True)
         return [
             f"{prompt.source} at temperature {self.temperature}: outputs differ from token "
-            f"{first_difference(plain.token_ids, speculative.token_ids)}"
+            f"{first_difference(plain.outputs[0], speculative.outputs[0])}"
             for prompt, (plain, speculative) in zip(cycle(self.prompts), pairs, strict=False)
-            if plain.token_ids != speculative.token_ids
+            if plain.outputs != speculative.outputs
         ]
 
 
