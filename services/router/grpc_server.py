@@ -81,11 +81,14 @@ class RouterServicer(GenerationServicer):
 
 
 async def _with_trailers(chunks: ReadyChunks, access: Access, context: Any) -> ReadyChunks:
-    """Yield the chunks of a call, whose trailing metadata then says what is left of the quota."""
+    """Yield the chunks of a call whose trailing metadata says what is left of the quota, from the first chunk on.
+
+    A replica of Ray sends it with the chunks.
+    """
     async with aclosing(chunks):
         async for ready in chunks:
+            context.set_trailing_metadata(list(access.headers.items()))
             yield ready
-    context.set_trailing_metadata(list(access.headers.items()))
 
 
 def server_credentials(config: TlsConfig) -> grpc.ServerCredentials | None:
