@@ -190,7 +190,7 @@ def _default(values: Any, path: list[str]) -> str:
 
 def metrics_tables() -> str:
     """Return a table of metrics for each service."""
-    head = ["| metric | kind | unit | labels | meaning | OpenTelemetry |", "|---|---|---|---|---|---|"]
+    head = ["| metric | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
     found = {
         service: [metric for metric in ALL_METRICS if metric.name.startswith(begin)] for service, begin in SERVICES.items()
     }
@@ -201,7 +201,7 @@ def metrics_tables() -> str:
 
 def _metric_row(metric: Metric) -> str:
     labels, unit = " ".join(f"`{label}`" for label in metric.label_names), metric.unit.strip("{}")
-    return f"| `{metric.family}` | {metric.kind} | {unit} | {labels} | {metric.text} | `{metric.name}` |"
+    return f"| `{metric.family}` | {metric.kind} | {unit} | {labels} | {metric.text} |"
 
 
 def _with_generated(page: Path, text: str) -> str:

@@ -126,7 +126,7 @@ class EaModel(torch.nn.Module):
         """Return the target's tokenizer."""
         return self.tokenizer
 
-    def eagenerate(
+    def eagenerate(  # noqa: PLR0913  # the authors' arguments, and `draft`
         self,
         input_ids: Tensor,
         temperature: float = 0.0,
@@ -136,8 +136,10 @@ class EaModel(torch.nn.Module):
         max_length: int = 2048,
         log: bool = False,
         is_llama3: bool = False,
+        *,
+        draft: bool = True,
     ) -> Any:
-        """Continue a prompt with drafts.
+        """Continue a prompt.
 
         Args:
             input_ids: token ids, shape (1, tokens).
@@ -148,6 +150,7 @@ class EaModel(torch.nn.Module):
             max_length: most tokens of prompt and output together.
             log: whether to return counts too.
             is_llama3: whether <|eot_id|> ends the output, besides the tokenizer's end-of-sequence token.
+            draft: whether to draft; the tokens are the same.
 
         Returns:
             Prompt and output, shape (1, tokens). With `log`, (ids, number of new tokens, index of the last verify step).
@@ -156,22 +159,11 @@ class EaModel(torch.nn.Module):
             InvalidRequest: several prompts, a prompt that is too long, or a value out of range.
         """
         sampling = self._sampling(input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3)
-        return self._generate(input_ids, sampling, log, draft=True)
+        return self._generate(input_ids, sampling, log, draft)
 
-    def naivegenerate(
-        self,
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        log: bool = False,
-        is_llama3: bool = False,
-    ) -> Any:
-        """Return the same without drafts: plain decoding."""
-        sampling = self._sampling(input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3)
-        return self._generate(input_ids, sampling, log, draft=False)
+    def naivegenerate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the same without drafts: plain decoding. Takes the arguments of `eagenerate`."""
+        return self.eagenerate(*args, **kwargs, draft=False)
 
     def ea_generate(
         self,
@@ -182,6 +174,8 @@ class EaModel(torch.nn.Module):
         max_new_tokens: int = 512,
         max_length: int = 2048,
         is_llama3: bool = False,
+        *,
+        draft: bool = True,
         **others: Any,
     ) -> Any:
         """Yield prompt and output after each verify step, shape (1, tokens). Otherwise as `eagenerate`.
@@ -190,25 +184,12 @@ class EaModel(torch.nn.Module):
         """
         sampling = self._sampling(input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3)
         if _popped(others, "log"):
-            return self._generate(input_ids, sampling, log=True, draft=True)
-        return self._stream(input_ids, sampling, draft=True)
+            return self._generate(input_ids, sampling, log=True, draft=draft)
+        return self._stream(input_ids, sampling, draft)
 
-    def naive_generate(
-        self,
-        input_ids: Tensor,
-        temperature: float = 0.0,
-        top_p: float = 0.0,
-        top_k: float = 0.0,
-        max_new_tokens: int = 512,
-        max_length: int = 2048,
-        is_llama3: bool = False,
-        **others: Any,
-    ) -> Any:
-        """Yield prompt and output after each token of plain decoding; as `ea_generate`."""
-        sampling = self._sampling(input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3)
-        if _popped(others, "log"):
-            return self._generate(input_ids, sampling, log=True, draft=False)
-        return self._stream(input_ids, sampling, draft=False)
+    def naive_generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Yield prompt and output after each token of plain decoding. Takes the arguments of `ea_generate`."""
+        return self.ea_generate(*args, **kwargs, draft=False)
 
     def _generate(self, input_ids: Tensor, sampling: SamplingParams, log: bool, draft: bool) -> Any:
         (request,) = self.llm.generate([input_ids[0].tolist()], sampling, use_tqdm=False, draft=draft)

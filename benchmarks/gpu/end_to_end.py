@@ -55,7 +55,7 @@ def measure(device: torch.device, scale: Scale, progress: Progress, part: Part) 
         specs = [MethodSpec(name, str(head)) for name, head in zip(HEADS, heads, strict=True)]
         batched = OfflineSettings(
             model=str(target), draft_model=specs[0].draft_model, method=specs[0].name, prompts=DEMO / "prompts.jsonl",
-            batches=tuple(scale.batches), num_groups=scale.num_groups, max_groups=scale.max_groups, rows=(1, 16, 24),
+            batches=tuple(scale.batches), num_groups=scale.num_groups, max_groups=scale.max_groups,
             temperatures=scale.temperatures, max_tokens=scale.max_tokens, tree=TREE, dtype=dtype, device=str(device),
         )  # fmt: skip
         with part.case(CASES[1]):

@@ -7,7 +7,6 @@ A RemoteDrafter runs here and a draft service with a trivial drafter in another 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.scripts.streaming_work import child
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftClientConfig, ServerConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
@@ -151,22 +151,13 @@ def table(trips: Sequence[RoundTrip]) -> Table:
 @contextmanager
 def drafting(case: Case) -> Iterator[RemoteDrafter]:
     """A connection to a draft service in another process; both end with the block."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_serve, args=(there, case), daemon=True)
-    process.start()
-    try:
-        if not here.poll(START_SECONDS):
-            raise Unavailable(f"the draft service did not start within {START_SECONDS:.0f} s")
-        drafter = RemoteDrafter(here.recv(), NEEDS, DraftClientConfig(draft_timeout_s=5.0))
+    with child(_serve, case) as (address, _):
+        drafter = RemoteDrafter(address, NEEDS, DraftClientConfig(draft_timeout_s=5.0))
         try:
             _wait_for(drafter)
             yield drafter
         finally:
             drafter.close()
-    finally:
-        process.terminate()
-        process.join()
 
 
 def _wait_for(drafter: RemoteDrafter) -> None:
@@ -190,13 +181,9 @@ def _context(session: str, index: int, tokens: tuple[int, ...], features: torch.
     )
 
 
-def _serve(starter: Connection, case: Case) -> None:
-    """The other process: sends its address, then serves until it is stopped."""
+async def _serve(starter: Connection, case: Case) -> None:
+    """Serve in the other process: send the address, then serve until stopped."""
     torch.set_num_threads(1)
-    asyncio.run(_serving(starter, case))
-
-
-async def _serving(starter: Connection, case: Case) -> None:
     model = ModelInfo("trivial", "", case.vocab_size, CONTEXT_LENGTH)
     info = DrafterInfo(model, "trivial", NEEDS.features, NEEDS.samples, case.feature_size)
     server = RpcServer(ServerConfig())

@@ -12,10 +12,11 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple, get_args
@@ -24,23 +25,31 @@ import numpy as np
 import typer
 from grpc_health.v1 import health_pb2_grpc
 
-from benchmarks.scripts.loop_lag import MODEL, TOKENIZER, child, serve_verifier
 from eyas.api.outputs import TextChunk, Totals
 from eyas.api.request import Chunk, Request, SamplingParams, VerifyStep
 from eyas.bench.report import Report, Spread, Table, number
+from eyas.config import ServerConfig
 from eyas.errors import EyasError, RequestFailed, Unavailable
 from eyas.progress import Progress, progress
-from eyas.rpc.channel import open_channel, open_sync_channel
+from eyas.rpc.channel import Peers, open_channel, open_sync_channel
 from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto
-from eyas.rpc.messages import GenerateCall
+from eyas.rpc.messages import GenerateCall, Load, ModelInfo
 from eyas.rpc.server import GENERATION_SERVICE
+from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server
 from eyas.services.local.cluster import POLL_INTERVAL_S, STOP_TIMEOUT_S, Child, ServiceSettings, free_port, is_serving
 from eyas.services.verifier.chunk_feeds import ChunkFeeds
 from eyas.v1 import generation_pb2
-from eyas.v1.generation_pb2_grpc import GenerationServicer, GenerationStub
+from eyas.v1.generation_pb2_grpc import (
+    GenerationServicer,
+    GenerationStub,
+    add_ChunkFeedServicer_to_server,
+    add_GenerationServicer_to_server,
+)
 
 Api = Literal["chat", "completions", "gRPC"]
 APIS: tuple[Api, ...] = get_args(Api)
+MODEL = ModelInfo("demo", "target", 4096, 131_072)
+TOKENIZER = "models/demo/target"
 START_TIMEOUT_S = 60.0
 PROMPT = "def add(left, right):\n"
 
@@ -247,6 +256,39 @@ def check(holds: bool, otherwise: str) -> None:
     """Raises RequestFailed for an answer that is not as expected."""
     if not holds:
         raise RequestFailed(f"a router answered with {otherwise}")
+
+
+@contextmanager
+def child(serve: Callable[..., Awaitable[None]], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
+    """Run `serve(connection, *arguments)` in another process; yields the first value that it sends, and the connection."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_run, args=(serve, there, *arguments), daemon=True)
+    process.start()
+    try:
+        if not here.poll(START_TIMEOUT_S):
+            raise Unavailable(f"a process did not start within {START_TIMEOUT_S:.0f} s")
+        yield here.recv(), here
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _run(serve: Callable[..., Any], connection: Connection, *arguments: Any) -> None:
+    asyncio.run(serve(connection, *arguments))
+
+
+async def serve_verifier(connection: Connection, servicer: PacedVerifier) -> None:
+    """Serve as a verifier of MODEL that is not in a registry; send its address."""
+    peers = Peers()
+    server = worker_server(ServerConfig(), peers)
+    add_GenerationServicer_to_server(servicer, server.aio)
+    add_ChunkFeedServicer_to_server(servicer.feeds, server.aio)
+    registration = WorkerRegistration(server, None, AnnouncedWorker("verifier", MODEL, lambda: Load(0, 0, 100_000, 4096)))
+    address = await server.start([GENERATION_SERVICE])
+    await registration.register(address)
+    connection.send(address)
+    await asyncio.Event().wait()
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def measure(model: str, work: Path, budget: str, c: Measurement) -> list[dict[st
         run_eyas(
             *("bench", "methods", f"--model={model}", f"--prompts={work / 'questions.jsonl'}"),
             *(f"--num-prompts={c.per_kind * (len(KINDS) + 1)}", f"--max-tokens={c.max_tokens}", f"--out={out}"),
-            *(f"--draft-budget={budget}", "--processor-time", "--no-compare", "--threads=1", *TREE),
+            *(f"--draft-budget={budget}", "--processor-time", "--threads=1", *TREE),
             "--generate" if c.generate and budget == "auto" else "--no-generate",
             *(f"--temperature={value:g}" for value in c.temperatures),
             *(f"--method={method}" for method in measured_methods(model, work)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from eyas.config.checks import require
 from eyas.device.placement import use_threads
 from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.draft_head import DraftHead
-from eyas.drafters.registry import find_method
 from eyas.engine.build import assemble_engine
 from eyas.errors import MissingPackage
 from eyas.models.checkpoint import pass_dtype
@@ -63,11 +62,8 @@ class MethodScore:
         identical: outputs that equal those of plain decoding.
         work: passes of the drafter's network for a tree.
         rows: mean rows of a verify step, the root included.
-        unshared_noise_tau: acceptance length without shared noise, for methods with draft probabilities at temperatures
-            above 0.
-        plain_ranking_tau: the same with nodes ranked by draft probabilities, not by sharpened ones.
         over_lookup: speedup over `generate` of transformers with prompt lookup, by prompt; None where that did not run.
-        seconds, other_seconds: decoding time of the method, and of the runs behind these two figures.
+        seconds: decoding time of the method.
     """
 
     method: str
@@ -79,14 +75,11 @@ class MethodScore:
     identical: Agreement
     work: DraftWork = NO_WORK
     rows: float = 1.0
-    unshared_noise_tau: float | None = None
-    plain_ranking_tau: float | None = None
     over_lookup: Spread | None = None
     seconds: float = 0.0
-    other_seconds: float = 0.0
 
     @classmethod
-    def of(  # noqa: PLR0913  # a keyword for each kind of run
+    def of(
         cls,
         method: str,
         temperature: float,
@@ -94,11 +87,9 @@ class MethodScore:
         runs: Sequence[Run],
         plain: Sequence[Run],
         work: DraftWork = NO_WORK,
-        unshared_noise: Sequence[Run] = (),
-        plain_ranking: Sequence[Run] = (),
         lookup: Sequence[Run] = (),
     ) -> MethodScore:
-        """Score runs over the same prompts, in the same order, as `tasks`, `plain` and the other runs."""
+        """Score runs over the same prompts, in the same order, as `tasks`, `plain` and `lookup`."""
         over_lookup = [run.tokens_per_second / other.tokens_per_second for run, other in zip(runs, lookup, strict=False)]
         stats = total_stats(runs)
         steps = stats.num_verify_steps
@@ -117,11 +108,8 @@ class MethodScore:
             identical=Agreement.between(runs, plain),
             work=work,
             rows=1 + stats.num_drafted / steps if steps else 1.0,
-            unshared_noise_tau=_tau(unshared_noise) if unshared_noise else None,
-            plain_ranking_tau=_tau(plain_ranking) if plain_ranking else None,
             over_lookup=Spread.of(over_lookup) if over_lookup else None,
             seconds=sum(run.seconds for run in runs),
-            other_seconds=sum(run.seconds for run in (*unshared_noise, *plain_ranking)),
         )
 
 
@@ -152,24 +140,16 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     target = load_target(settings.model, settings.dtype, settings.device, passes=passes)
     build = partial(_contender, settings, target, max_kv_tokens)
     timed = {PLAIN: build()} | {spec.name: build(spec) for spec in settings.methods}
-    ranked = [spec for spec in settings.methods if settings.compares and find_method(spec.name).facts.has_probs]
-    plain_ranking = {spec.name: build(spec, DraftingConfig(ranking_temperature=1)) for spec in ranked}
-    noisy = ranked if max(settings.temperatures) > 0 else []
-    unshared = {spec.name: build(spec, DraftingConfig(shared_noise=False)) for spec in noisy}
     greedy = _generate_contenders(settings, target.device)
     scores: list[MethodScore] = []
     for temperature in settings.temperatures:
         sampling, label = settings.sampling(temperature), f"temperature {temperature:g}"
         contenders: dict[str, Contender] = {**timed, **(greedy if temperature == 0 else {})}
         runs = run_in_turn(contenders, batches, sampling, progress, label)
-        plainly = run_in_turn(plain_ranking, batches, sampling, progress, f"{label}, plain ranking")
-        noisy_now = unshared if temperature > 0 else {}
-        alone = run_in_turn(noisy_now, batches, sampling, progress, f"{label}, without shared noise")
         for name, own in runs.items():
             found = contenders[name]
             work = found.work if isinstance(found, EngineContender) else NO_WORK
-            others = alone.get(name, ()), plainly.get(name, ()), runs.get(LOOKUP, ())
-            scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], work, *others))
+            scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], work, runs.get(LOOKUP, ())))
             whole = scores[-1].overall
             progress.print(f"{label}: {name} {whole.speedup} x" + (f", tau {whole.tau:.2f}" if whole.tau else ""))
     return MethodsResults(torch.get_num_threads(), tuple(scores))
@@ -180,7 +160,6 @@ def _contender(
     target: TargetModel,
     max_kv_tokens: int,
     spec: MethodSpec | None = None,
-    drafting: DraftingConfig | None = None,
 ) -> EngineContender:
     """Build an engine over the shared weights that collects the features its drafter needs; plain without a method."""
     model, dtype, device, tree = settings.model, str(target.dtype).removeprefix("torch."), settings.device, settings.tree
@@ -188,7 +167,7 @@ def _contender(
     if spec is not None:
         head = DraftHead(spec.draft_model, spec.name, model)
         fuser = head.build_fuser(model, dtype, device)
-        one = replace(drafting or DraftingConfig(), cuda_graph_max_batch=1)  # more graphs would take long to capture
+        one = DraftingConfig(cuda_graph_max_batch=1)  # more graphs would take long to capture
         drafter = head.build_drafter(model, dtype, device, tree, one)
         tree = head.resolve_tree(tree)
     own_target = target.with_features(fuser.aux_hidden_state_layers if fuser else ())
@@ -219,8 +198,6 @@ def _clock(settings: MethodsSettings, device: torch.device) -> Seconds | None:
 def draw(scores: Sequence[MethodScore], path: Path) -> None:
     """Draw a group of bars per method and a bar per temperature: the speedup above, tau below.
 
-    A line across a bar marks tau without shared noise.
-
     Raises ConfigError without matplotlib.
     """
     try:
@@ -238,16 +215,11 @@ def draw(scores: Sequence[MethodScore], path: Path) -> None:
         above.bar(places, [s.overall.speedup.median for s in chosen], width, label=f"temperature {temperature:g}")
         taus = [score.overall.tau or 0.0 for score in chosen]
         below.bar_label(below.bar(places, taus, width), [f"{tau:.1f}" if tau else "" for tau in taus], fontsize=7)
-        marks = [(p, s.unshared_noise_tau) for p, s in zip(places, chosen, strict=True) if s.unshared_noise_tau is not None]
-        below.hlines(
-            [tau for _, tau in marks], [p - width / 2 for p, _ in marks], [p + width / 2 for p, _ in marks], "black"
-        )
     above.axhline(1.0, color="black", linewidth=0.8)
     above.set_ylabel("speedup over plain decoding")
     above.legend()
     below.set_xticks(range(len(methods)), methods, rotation=30, ha="right")
     below.set_ylabel("tokens per verify step (tau)")
-    below.set_title("Lines across bars: without shared noise", fontsize=9)
     figure.savefig(path, dpi=150)
 
 
@@ -256,25 +228,21 @@ def _table(scores: Sequence[MethodScore]) -> Table:
     tasks = [task.task for task in scores[0].tasks] if len(scores[0].tasks) > 1 else []
     columns = ["method", "speedup", "tau", *(f"{task}: speedup / tau" for task in tasks)]
     columns += ["draft ms per step", "tokens/s", "identical"]
-    if temperature > 0:
-        columns.insert(3, "tau without shared noise")
     has_lookup = any(score.over_lookup for score in scores)
     if has_lookup:
         columns.insert(2, OVER_LOOKUP)
     note = (
         "Batch 1. Speedup over plain decoding of the same prompt in the same run: median (smallest-largest) over prompts. "
         "tau: mean tokens per verify step, bonus included. Identical: outputs that equal plain decoding's token for token. "
-        f"This took {sum(score.seconds for score in scores):.0f} s of decoding"
+        f"This took {sum(score.seconds for score in scores):.0f} s of decoding."
     )
-    other = sum(score.other_seconds for score in scores)
-    note += f", and the runs for comparison {other:.0f} s." if other else "."
     return Table(f"Temperature {temperature:g}", tuple(columns), tuple(_row(s, tasks, has_lookup) for s in scores), note)
 
 
 def _costs(scores: Sequence[MethodScore]) -> Table:
     """Return what the drafted tokens of each method cost the verifier and the drafter."""
     costs = ("rows", "tau per row", "draft passes", "layers", "tau per draft pass", PER_VERIFY_TIME)
-    columns = ("method", *costs, "tau", "tau with plain ranking")
+    columns = ("method", *costs, "tau")
     rows = tuple(
         (
             s.method,
@@ -285,7 +253,6 @@ def _costs(scores: Sequence[MethodScore]) -> Table:
             _text(s.overall.tau / s.work.passes) if s.work.passes else "",
             _text(s.overall.tau / (1 + LAYER_COST * s.work.layers)),
             _text(s.overall.tau),
-            _text(s.plain_ranking_tau),
         )
         for s in scores
         if s.overall.tau is not None
@@ -294,8 +261,7 @@ def _costs(scores: Sequence[MethodScore]) -> Table:
         "rows: mean rows of a verify step, the root included. draft passes: forward passes of the drafter for a tree, one "
         "after another, and the layers in them; all heads of Medusa count as one layer, each of Hydra as one. "
         f"{PER_VERIFY_TIME}: tau / (1 + {LAYER_COST:g} layers), the tokens in the time of a verify pass if a layer of the "
-        "drafter takes a tenth of it and lookups take none. Plain ranking: by draft probabilities "
-        "(`drafting.ranking_temperature: 1`); otherwise they are sharpened, as by default."
+        "drafter takes a tenth of it and lookups take none."
     )
     return Table(f"Temperature {scores[0].temperature:g}: what drafts cost", columns, rows, note)
 
@@ -304,8 +270,6 @@ def _row(score: MethodScore, tasks: Sequence[str], has_lookup: bool) -> tuple[st
     cells = [score.method, f"{score.overall.speedup}"]
     cells += [f"{score.over_lookup or ''}"] if has_lookup else []
     cells.append(_text(score.overall.tau))
-    if score.temperature > 0:
-        cells.append(_text(score.unshared_noise_tau))
     cells += [f"{number(task.speedup.median)} / {_text(task.tau)}" for task in score.tasks if tasks]
     draft = "" if score.draft_ms is None else number(score.draft_ms)
     return (*cells, draft, f"{score.tokens_per_second}", f"{score.identical}")

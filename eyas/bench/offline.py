@@ -4,35 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 import torch
 
 from eyas.api.request import SamplingParams
-from eyas.bench.report import Spread
 from eyas.bench.results import (
     GENERATE,
     LOOKUP,
     PLAIN,
     SPECULATIVE,
-    DraftTime,
-    FirstToken,
     OfflineResults,
     SpeedComparison,
     StageTimes,
-    VerifyTime,
 )
-from eyas.bench.settings import OfflineSettings, Prompt, groups, load_prompts, random_prompt
+from eyas.bench.settings import OfflineSettings, Prompt, groups, load_prompts
 from eyas.bench.timing import (
     Contender,
     EngineContender,
     GenerateContender,
-    rotated,
     run_in_turn,
     summarise,
-    time_draft_rounds,
-    time_verify_steps,
     timed_stages,
 )
 from eyas.config import DraftingConfig, EngineConfig
@@ -45,9 +37,6 @@ from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.progress import Progress
-
-LONG_PROMPT_TOKENS = 1000
-NEW_PROMPT_TOKENS = 16
 
 Contenders = dict[str, Contender]
 
@@ -77,17 +66,7 @@ def measure(
         comparisons.append(compare(settings, contenders, prompts, temperature, batch, progress))
         progress.print(str(comparisons[-1]))
         found(comparisons[-1])
-    target, fuser, drafter = parts.target, parts.fuser, parts.drafter
-    verify, draft = list[VerifyTime](), list[DraftTime]()
-    if settings.rows:
-        for batch in progress.track(settings.batches, "verify steps by rows"):
-            verify += time_verify_steps(target, fuser, batch, settings.rows)
-    if settings.rows and drafter and fuser:
-        time_draft = partial(time_draft_rounds, drafter, fuser.width, settings.tree, target)
-        draft = [time_draft(batch) for batch in progress.track(settings.batches, "drafting")]
-    caching = build_caching_contenders(settings, parts) if settings.first_token else {}
-    first = first_token(settings, contenders, caching, target, progress) if settings.first_token else None
-    return OfflineResults(torch.get_num_threads(), tuple(comparisons), tuple(verify), tuple(draft), first)
+    return OfflineResults(torch.get_num_threads(), tuple(comparisons))
 
 
 def load(settings: OfflineSettings) -> tuple[OfflineSettings, BenchParts]:
@@ -127,16 +106,10 @@ def engine_contenders(settings: OfflineSettings, parts: BenchParts, config: Engi
 def build_contenders(settings: OfflineSettings, parts: BenchParts, prompts: Sequence[Prompt]) -> Contenders:
     """Build the engines for all batches, and `generate`, alone and with prompt lookup."""
     longest, batch = max(map(len, prompts)) + settings.max_tokens, max(settings.batches)
-    max_kv_tokens = batch * (longest + settings.tree.num_draft_tokens) + LONG_PROMPT_TOKENS
+    max_kv_tokens = batch * (longest + settings.tree.num_draft_tokens)
     config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=batch, prefix_cache=False)
     generate = GenerateContender(settings.model, settings.dtype, parts.target.device)
     return engine_contenders(settings, parts, config) | {GENERATE: generate, LOOKUP: generate.with_lookup()}
-
-
-def build_caching_contenders(settings: OfflineSettings, parts: BenchParts) -> Contenders:
-    """Build engines with a prefix cache that holds one long prompt."""
-    max_kv_tokens = LONG_PROMPT_TOKENS + NEW_PROMPT_TOKENS + settings.tree.num_draft_tokens
-    return engine_contenders(settings, parts, EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1))
 
 
 def compare(
@@ -167,27 +140,3 @@ def stages(
                 contender.run(prompts, sampling)
             found[name] = summarise(clock.steps, waited=("forward", "drafts") if name == SPECULATIVE else ("forward",))
     return found
-
-
-def first_token(
-    settings: OfflineSettings, contenders: Contenders, caching: Contenders, target: TargetModel, progress: Progress
-) -> FirstToken:
-    """Time one new long prompt after another, then, in `caching`, the same prompt with a few tokens more.
-
-    The first prompt warms up. Prompt lookup is left out: it drafts nothing for a first token.
-    """
-    contenders = {name: each for name, each in contenders.items() if name != LOOKUP}
-    length = min(LONG_PROMPT_TOKENS, target.max_model_len - NEW_PROMPT_TOKENS - 1)
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-    cold_ms: dict[str, list[float]] = {name: [] for name in contenders}
-    warm_ms: dict[str, list[float]] = {name: [] for name in caching}
-    for index in progress.track(range(settings.num_groups + 1), "time to first token"):
-        prompt = random_prompt(target.vocab_size, length, seed=index)
-        for name in rotated(list(contenders), index):
-            cold_ms[name].append(1e3 * contenders[name].run([prompt], sampling).seconds)
-        longer = (*prompt, *random_prompt(target.vocab_size, NEW_PROMPT_TOKENS, seed=settings.num_groups + 1 + index))
-        for name in rotated(list(caching), index):
-            caching[name].run([prompt], sampling)
-            warm_ms[name].append(1e3 * caching[name].run([longer], sampling).seconds)
-    cold, warmed = ({name: Spread.of(times[1:]) for name, times in ms.items()} for ms in (cold_ms, warm_ms))
-    return FirstToken(length, cold, NEW_PROMPT_TOKENS, warmed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from eyas.api.request import GenerationStats
 from eyas.bench.report import Spread, Table, number
@@ -131,60 +130,19 @@ class SpeedComparison:
 
 
 @dataclass(frozen=True)
-class VerifyTime:
-    """A forward pass and its sampling, over chains of `rows` nodes behind `cached` tokens, one chain per sequence."""
-
-    batch: int
-    rows: int
-    cached: int
-    ms: Spread
-
-
-@dataclass(frozen=True)
-class DraftTime:
-    """One call of a drafter in this process: new committed tokens and their features in, trees out."""
-
-    batch: int
-    cached: int
-    ms: Spread
-
-
-@dataclass(frozen=True)
-class FirstToken:
-    """Time to the first token of one prompt, by contender.
-
-    Attributes:
-        ms: for a new prompt.
-        warm_ms: for the same prompt with num_new_tokens more, when the prefix cache holds the rest.
-    """
-
-    num_prompt_tokens: int
-    ms: Mapping[str, Spread]
-    num_new_tokens: int
-    warm_ms: Mapping[str, Spread]
-
-
-@dataclass(frozen=True)
 class OfflineResults:
     """Everything that `eyas bench offline` measures.
 
     Attributes:
         num_threads: CPU threads of torch.
-        verify, draft: empty unless rows were asked for.
-        first_token: None unless it was.
     """
 
     num_threads: int
     comparisons: tuple[SpeedComparison, ...]
-    verify: tuple[VerifyTime, ...]
-    draft: tuple[DraftTime, ...]
-    first_token: FirstToken | None
 
     def tables(self) -> list[Table]:
         """Return the tables of the report; empty ones are left out."""
-        tables = [_verify(self.verify), _draft(self.draft)]
-        tables += [_first_token(self.first_token)] if self.first_token else []
-        return [*tables_of(self.comparisons), *(table for table in tables if table.rows)]
+        return tables_of(self.comparisons)
 
 
 def tables_of(comparisons: Sequence[SpeedComparison]) -> list[Table]:
@@ -253,33 +211,6 @@ def _stages(comparisons: Sequence[SpeedComparison]) -> Table:
         "separately from the speeds above, with a wait for the device after each stage."
     )
     return Table("Stages of a step", ("temperature", "batch", "contender", "steps", *stages, "step", "host"), rows, note)
-
-
-def _verify(times: Sequence[VerifyTime]) -> Table:
-    rows = tuple((f"{batch}", *(f"{t.ms}" for t in group)) for batch, group in groupby(times, key=lambda t: t.batch))
-    columns = ("batch", *dict.fromkeys(f"{t.rows} rows" for t in times))
-    note = f"ms of a forward pass and its sampling; a chain per sequence behind {times[0].cached if times else 0} tokens."
-    return Table("Verify step by rows", columns, rows, note)
-
-
-def _draft(times: Sequence[DraftTime]) -> Table:
-    rows = tuple((f"{t.batch}", f"{t.ms}") for t in times)
-    cached = times[0].cached if times else 0
-    note = f"ms of the drafter in this process, with warm caches, behind about {cached} tokens."
-    return Table("Drafting", ("batch", "ms"), rows, note)
-
-
-def _first_token(found: FirstToken) -> Table:
-    warm = found.warm_ms
-    rows = tuple(
-        (name, f"{ms}", _text(warm.get(name)), f"{warm[name].median / ms.median:.0%}" if name in warm else "")
-        for name, ms in found.ms.items()
-    )
-    note = (
-        f"ms of a new prompt of {found.num_prompt_tokens} tokens; and of the same prompt with "
-        f"{found.num_new_tokens} tokens more, when the prefix cache holds the rest."
-    )
-    return Table("Time to first token", ("contender", "cold", "warm", "warm / cold"), rows, note)
 
 
 def _cell(comparison: SpeedComparison) -> tuple[str, ...]:

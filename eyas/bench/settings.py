@@ -59,8 +59,6 @@ class OfflineSettings(BenchSettings):
         num_prompts: of them, spread evenly over the tasks; 0 takes all of a file, or NUM_RANDOM_PROMPTS random ones.
         num_groups: fewest batches of each size.
         max_groups: most; 0 takes as many as all prompts need.
-        rows: lengths of the chains that a verify step is timed with, and draft rounds; empty times none.
-        first_token: also measure the time to the first token of a long prompt, new and cached.
     """
 
     model: str
@@ -71,14 +69,12 @@ class OfflineSettings(BenchSettings):
     batches: tuple[int, ...] = (1, 8)
     num_groups: int = 5
     max_groups: int = 0
-    rows: tuple[int, ...] = ()
-    first_token: bool = False
     draft_budget: DraftBudgetPolicy = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        sizes = (min(self.batches, default=0), min(self.rows, default=1), self.num_groups)
-        require(min(sizes) >= 1, "batch, rows and groups must be 1 or more, and given at least once")
+        sizes = (min(self.batches, default=0), self.num_groups)
+        require(min(sizes) >= 1, "batch and groups must be 1 or more, and given at least once")
         at_least(0, num_prompts=self.num_prompts)
         one_of(DraftBudgetPolicy, draft_budget=self.draft_budget)
 
@@ -115,7 +111,6 @@ class MethodsSettings(BenchSettings):
         assistant: small model for transformers' assisted generation; empty leaves it out.
         draft_budget: fixed grows the whole tree in each step; adaptive leaves out what does not pay, as serving does.
         processor_time: count the seconds that processors work, not those that pass. For busy machines without a GPU.
-        compares: also measure other rankings of nodes, and draws without shared noise.
         generates: also measure transformers' `generate`, alone and with its prompt lookup.
     """
 
@@ -126,7 +121,6 @@ class MethodsSettings(BenchSettings):
     assistant: str = ""
     draft_budget: DraftBudgetPolicy = "fixed"
     processor_time: bool = False
-    compares: bool = True
     generates: bool = True
 
     def __post_init__(self) -> None:

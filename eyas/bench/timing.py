@@ -1,49 +1,34 @@
-"""The contenders of a benchmark, and clocks for the stages of a step, a verify step and a draft call."""
+"""The contenders of a benchmark, and a clock for the stages of a step."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.bench.report import Spread
-from eyas.bench.results import DraftTime, Run, StageTimes, VerifyTime
-from eyas.bench.settings import Prompt, random_prompt
-from eyas.config import TreeConfig
-from eyas.drafters.base import NO_WORK, DraftContext, Drafter, DraftWork, LocalDrafter
+from eyas.bench.results import Run, StageTimes
+from eyas.bench.settings import Prompt
+from eyas.drafters.base import NO_WORK, DraftWork, LocalDrafter
 from eyas.engine.engine import Engine
-from eyas.engine.runner import ModelRunner, drawn_rows, slot_width, step_segments
-from eyas.engine.sequence import QueueKey, ScheduledSequence
-from eyas.engine.sequence import Sequence as Running
+from eyas.engine.sequence import ScheduledSequence
 from eyas.errors import CheckpointError
-from eyas.kernels.arguments import Draws
 from eyas.models.checkpoint import resolve
-from eyas.models.heads.fusers import FeatureFuser
-from eyas.models.target import TargetModel
 from eyas.progress import Progress
-from eyas.protocol.commit import NO_TREE, Commit, NoiseKey, TreeBudget
-from eyas.protocol.tree import DraftTree
-from eyas.sampling.verify import tokens_of
 
 STAGES = ("drafts", "schedule", "inputs", "forward", "sample", "commit", "request")
 
-CACHED_TOKENS = 160
-NEW_TOKENS = 3
-NUM_WARM_UPS = 2
 WARM_UP_TOKENS = 16
 LOOKUP_TOKENS = 10  # drafted in a step by prompt lookup of transformers, as in its documentation
-NUM_REPEATS = 10
-GREEDY = NoiseKey(seed=0)
 
 
 # A clock.
@@ -280,66 +265,3 @@ def _marked(
         yield
     finally:
         delattr(part, method)
-
-
-def time_verify_steps(target: TargetModel, fuser: FeatureFuser | None, batch: int, sizes: Sequence[int]) -> list[VerifyTime]:
-    """Time one verify step for each number of rows, in turn. A short context caches fewer tokens."""
-    cached = min(CACHED_TOKENS, target.max_model_len - max(sizes) - 1)
-    num_slots = cached + max(sizes)
-    width = slot_width(fuser, target.device.type != "cpu")
-    kv_cache = target.new_kv_cache(batch * num_slots, width)
-    runner = ModelRunner(target, kv_cache, fuser)
-    steps = [_verify_step(runner, batch, cached, num_slots, rows) for rows in sizes]
-    found = zip(sizes, _in_turn(steps, target.device), strict=True)
-    return [VerifyTime(batch, rows, cached, ms) for rows, ms in found]
-
-
-def time_draft_rounds(drafter: Drafter, width: int, tree: TreeConfig, target: TargetModel, batch: int) -> DraftTime:
-    """Time draft calls for `batch` sessions that commit a few tokens each. width: size of the fused features."""
-    num_calls = NUM_WARM_UPS + NUM_REPEATS
-    cached = min(CACHED_TOKENS, target.max_model_len - (num_calls + 1) * NEW_TOKENS - tree.num_steps)
-    commits = [(0, cached, NO_TREE)]
-    commits += [
-        (cached + i * NEW_TOKENS, NEW_TOKENS, TreeBudget(tree.num_draft_tokens, tree.num_steps)) for i in range(num_calls)
-    ]
-    made = iter([[_context(f"{s}", *commit, width, target) for s in range(batch)] for commit in commits])
-    drafter.request(next(made))()
-    ms = _in_turn([lambda: drafter.request(next(made))()], target.device)[0]
-    drafter.release([f"{s}" for s in range(batch)])
-    return DraftTime(batch, cached, ms)
-
-
-def _verify_step(runner: ModelRunner, batch: int, cached: int, num_slots: int, rows: int) -> Callable[[], object]:
-    tree = DraftTree.chain(random_prompt(runner.target.vocab_size, rows, seed=rows))
-    prompt = random_prompt(runner.target.vocab_size, cached, seed=0)
-    works = []
-    for index in range(batch):
-        slots = np.arange(index * num_slots, index * num_slots + cached + rows)
-        own = np.empty(cached, np.int64)
-        sequence = Running(
-            Request(f"{index}", prompt, SamplingParams(seed=index)), QueueKey(0.0, index), [*prompt, tree.tokens[0]], own
-        )
-        sequence.extend(slots[:cached])
-        works.append(ScheduledSequence(sequence, slots[cached:], cached, tree))
-    draws = Draws([GREEDY], [0] * (batch * rows), batch * rows)
-    return lambda: tokens_of(runner.forward(step_segments(works, drawn_rows(works))), draws).tolist()
-
-
-def _context(session: str, base: int, count: int, budget: TreeBudget, width: int, target: TargetModel) -> DraftContext:
-    tokens = random_prompt(target.vocab_size, count, seed=base)
-    num_features = count if base else count - 1
-    generator = torch.Generator().manual_seed(base)
-    features = torch.randn(num_features, width, generator=generator).to(target.device, target.dtype)
-    return Commit(session, 0, base, tokens, features, GREEDY, budget)
-
-
-def _in_turn(works: Iterable[Callable[[], object]], device: torch.device) -> list[Spread]:
-    """Milliseconds of each piece of work. They take turns, so a disturbance affects all; the first turns do not count."""
-    turns = [[_milliseconds(work, device) for work in works] for _ in range(NUM_WARM_UPS + NUM_REPEATS)]
-    return [Spread.of(times) for times in zip(*turns[NUM_WARM_UPS:], strict=True)]
-
-
-def _milliseconds(work: Callable[[], object], device: torch.device) -> float:
-    started = now(device)
-    work()
-    return 1e3 * (now(device) - started)

@@ -62,12 +62,6 @@ def offline(
     quick: Annotated[
         bool, typer.Option("--quick", help="A first impression: the first --batch, 3 prompts, 48 tokens, 3 batches.")
     ] = False,
-    rows: Annotated[
-        list[int] | None, typer.Option(help="Also time verify steps of this many rows, and drafting; may be repeated.")
-    ] = None,
-    first_token: Annotated[
-        bool, typer.Option("--first-token", help="Also time the first token of a long prompt, new and cached.")
-    ] = False,
     num_draft_tokens: NumDraftTokens = TreeConfig.num_draft_tokens,
     num_steps: NumSteps = TreeConfig.num_steps,
     top_k: TopK = TreeConfig.top_k,
@@ -90,8 +84,6 @@ def offline(
         temperatures=tuple(temperature),
         max_tokens=max_tokens,
         num_groups=groups,
-        rows=tuple(rows or ()),
-        first_token=first_token,
         tree=TreeConfig(num_draft_tokens, num_steps, top_k),
         draft_budget=cast(DraftBudgetPolicy, draft_budget),
         dtype=cast(Dtype, dtype),
@@ -191,9 +183,6 @@ def methods(
     ] = "",
     draft_budget: Annotated[str, typer.Option(help="fixed trees, adaptive, or auto as serving has it.")] = "fixed",
     processor_time: Annotated[bool, typer.Option(help="Count the processor's seconds, for busy machines.")] = False,
-    compares: Annotated[
-        bool, typer.Option("--compare/--no-compare", help="Also measure other rankings and noise that is not shared.")
-    ] = True,
     generates: Annotated[
         bool, typer.Option("--generate/--no-generate", help="Also measure transformers' generate and its prompt lookup.")
     ] = True,
@@ -216,7 +205,6 @@ def methods(
         assistant=assistant,
         draft_budget=cast(DraftBudgetPolicy, draft_budget),
         processor_time=processor_time,
-        compares=compares,
         generates=generates,
         temperatures=tuple(temperature),
         max_tokens=max_tokens,

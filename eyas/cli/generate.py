@@ -1,4 +1,4 @@
-"""`eyas generate`, `eyas chat` and `eyas models`: text at a terminal or as JSON Lines, from a router or a local model."""
+"""`eyas generate` and `eyas chat`: text at a terminal or as JSON Lines, from a router or a local model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from eyas.api.outputs import TextChunk, Totals
@@ -292,24 +291,6 @@ def chat(
                 continue
             print(flush=True)
             messages.append({"role": "assistant", "content": "".join(pieces)})
-
-
-def models(
-    context: typer.Context,
-    address: Address = ROUTER,
-    api_key: options.ApiKey = "",
-    tls: Tls = False,
-    ca: Ca = "",
-    tls_name: TlsName = "",
-) -> None:
-    """List the models that the router serves now."""
-    with _reported():
-        infos = _client(address, context.params).models()
-    table = Table("model", "context", "vocabulary", "target", "draft head")
-    for info in infos:
-        digests = (info.fingerprint[:12], info.features_fingerprint[:12] or "none")
-        table.add_row(info.name, f"{info.max_model_len}", f"{info.vocab_size}", *digests)
-    Console().print(table)
 
 
 def _client(address: str, given: dict[str, Any]) -> Client:

@@ -40,7 +40,6 @@ SUBCOMMANDS = {
     "chat": Subcommand("eyas.cli.generate", "chat", "Talk to a served or a local model."),
     "run-batch": Subcommand("eyas.services.local.batch", "run_batch", "Run a file of requests in OpenAI's batch format."),
     "keys": Subcommand("eyas.services.router.auth.keys", "keys", "Make API keys for a router."),
-    "models": Subcommand("eyas.cli.generate", "models", "List the models that a router serves."),
     "drafters": Subcommand("eyas.cli.check", "drafters", "List the drafting methods."),
     "check": Subcommand("eyas.cli.check", "check", "Check a model and its draft head before serving them."),
     "bench": Subcommand("eyas.cli.bench", "bench", "Measure speed and acceptance; write a dated report.", "bench"),

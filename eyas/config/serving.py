@@ -100,8 +100,7 @@ class RegistryConfig:
     """The Redis registry, which holds the leases of workers and the placement of sessions.
 
     Attributes:
-        url: URL of Redis, or redis+sentinel://host:port,host:port/master-name/0 for Sentinels. May be empty if discovery
-            needs none; each router then keeps placements to itself.
+        url: URL of Redis. May be empty if discovery needs none; each router then keeps placements to itself.
         ttl_s: seconds after which a lease without heartbeat expires.
         heartbeat_interval_s: seconds between heartbeats, below ttl_s.
         prefix: first part of all keys. Deployments with different prefixes share a Redis and do not see each other.
@@ -179,7 +178,7 @@ class DiscoveryConfig:
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """Metrics, traces and logs. The OTEL_* environment variables configure the OTLP export.
+    """Metrics, traces and logs. The OTEL_* environment variables configure the export of traces.
 
     Attributes:
         metrics_host: address of the Prometheus endpoint /metrics.

@@ -15,8 +15,6 @@ Role = Literal["verifier", "draft"]
 NO_FEATURES = "none"
 # GenerateCall.drafter for plain decoding.
 NO_DRAFTER = "none"
-# Trailing metadata of Generate: mean round trip of the request's drafting in ms.
-ROUND_TRIP_KEY = "eyas-draft-round-trip-ms"
 # Trailing metadata of a rejected call: when to retry, in ms. gRPC's own retry policies use this key.
 RETRY_KEY = "grpc-retry-pushback-ms"
 # Trailing metadata of a call that one of our services failed. Without it gRPC made the error, whose text names addresses.

@@ -1,46 +1,30 @@
-"""Telemetry of one service from start to end: tracer, metrics registry, Prometheus endpoint and OTLP export.
-
-prometheus_client keeps the metrics, because its names may hold colons. Before each OTLP export they are converted.
-"""
+"""Telemetry of one service from start to end: tracer, metrics registry and Prometheus endpoint."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 import threading
-import time
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import prometheus_client
-from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
-from opentelemetry.sdk.metrics import Exemplar
-from opentelemetry.sdk.metrics import export as otlp
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import NoOpTracer, Tracer
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import Metric as PrometheusMetric
 from prometheus_client.openmetrics import exposition as openmetrics
-from prometheus_client.samples import Sample
 
 from eyas import __version__
 from eyas.config import TelemetryConfig
 from eyas.errors import ConfigError
-from eyas.telemetry.metrics import ALL_METRICS, SERVICE_INFO, gauge
-from eyas.telemetry.tracing import exports, resource, tracing
+from eyas.telemetry.metrics import SERVICE_INFO, gauge
+from eyas.telemetry.tracing import tracing
 
 log = logging.getLogger(__name__)
 
 _OPENMETRICS = "application/openmetrics-text"
-_CUMULATIVE = otlp.AggregationTemporality.CUMULATIVE
-_DEFAULT_INTERVAL_MS = "60000"
-_METRIC_OF_FAMILY = {metric.family: metric for metric in ALL_METRICS}
 
 
 def exposition(accept: str, registry: CollectorRegistry) -> tuple[str, bytes]:
@@ -96,100 +80,6 @@ class _MetricsHandler(BaseHTTPRequestHandler):
         """Log nothing: scrapes come every few seconds."""
 
 
-class MetricPusher:
-    """Thread that exports a registry over OTLP every OTEL_METRIC_EXPORT_INTERVAL ms (60,000), and at `close`."""
-
-    def __init__(self, service: str, registry: CollectorRegistry) -> None:
-        self._resource = resource(service)
-        self._registry = registry
-        self._exporter = OTLPMetricExporter()
-        self._closed = threading.Event()
-        self._started_ns = time.time_ns()
-        self._interval_s = int(os.environ.get("OTEL_METRIC_EXPORT_INTERVAL", _DEFAULT_INTERVAL_MS)) / 1000
-        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """Export a last time and stop."""
-        self._closed.set()
-        self._thread.join()
-        self._exporter.shutdown()
-
-    def _run(self) -> None:
-        while not self._closed.wait(self._interval_s):
-            self._export()
-        self._export()
-
-    def _export(self) -> None:
-        try:
-            metrics = list(to_otlp(self._registry.collect(), self._started_ns, time.time_ns()))
-            scope = otlp.ScopeMetrics(InstrumentationScope("eyas", __version__), metrics, "")
-            self._exporter.export(otlp.MetricsData([otlp.ResourceMetrics(self._resource, [scope], "")]))
-        except Exception:
-            log.exception("metrics could not be exported; the next interval tries again")
-
-
-def to_otlp(families: Iterable[PrometheusMetric], started_ns: int, now_ns: int) -> Iterator[otlp.Metric]:
-    """Convert Prometheus families. Metrics of Eyas get their OpenTelemetry names; others keep the name of the family."""
-    for family in families:
-        metric = _METRIC_OF_FAMILY.get(family.name)
-        name, unit = (metric.name, metric.unit) if metric else (family.name, family.unit)
-        labels = metric.attribute_names if metric else {}
-        data = _data(family, labels, started_ns, now_ns)
-        if data is not None:
-            yield otlp.Metric(name, family.documentation, unit, data)
-
-
-def _data(
-    family: PrometheusMetric, labels: Mapping[str, str], started_ns: int, now_ns: int
-) -> otlp.Sum | otlp.Gauge | otlp.Histogram | None:
-    if family.type == "histogram":
-        groups: defaultdict[tuple[tuple[str, str], ...], list[Sample]] = defaultdict(list)
-        for sample in family.samples:  # those of one histogram differ only in their bucket
-            groups[tuple((name, value) for name, value in sample.labels.items() if name != "le")].append(sample)
-        points = [_histogram_point(_renamed(key, labels), group, started_ns, now_ns) for key, group in groups.items()]
-        return otlp.Histogram(points, _CUMULATIVE)
-    if family.type not in ("counter", "gauge"):
-        return None
-    name = family.name + ("_total" if family.type == "counter" else "")
-    numbers = [
-        otlp.NumberDataPoint(_renamed(sample.labels.items(), labels), started_ns, now_ns, sample.value)
-        for sample in family.samples
-        if sample.name == name
-    ]
-    return otlp.Sum(numbers, _CUMULATIVE, is_monotonic=True) if family.type == "counter" else otlp.Gauge(numbers)
-
-
-def _renamed(pairs: Iterable[tuple[str, str]], names: Mapping[str, str]) -> dict[str, str]:
-    return {names.get(key, key): value for key, value in pairs if value}
-
-
-def _histogram_point(
-    labels: Mapping[str, str], samples: Sequence[Sample], started_ns: int, now_ns: int
-) -> otlp.HistogramDataPoint:
-    buckets = sorted((float(s.labels["le"]), s) for s in samples if s.name.endswith("_bucket"))
-    counts = [int(sample.value) for _, sample in buckets]
-    return otlp.HistogramDataPoint(
-        attributes=labels,
-        start_time_unix_nano=started_ns,
-        time_unix_nano=now_ns,
-        count=counts[-1],
-        sum=next(s.value for s in samples if s.name.endswith("_sum")),
-        bucket_counts=[count - before for before, count in itertools.pairwise([0, *counts])],
-        explicit_bounds=[bound for bound, _ in buckets[:-1]],
-        min=None,  # type: ignore[arg-type]  # unknown; left out of the message
-        max=None,  # type: ignore[arg-type]
-        exemplars=[_exemplar(sample) for _, sample in buckets if sample.exemplar],
-    )
-
-
-def _exemplar(sample: Sample) -> Exemplar:
-    exemplar = sample.exemplar
-    assert exemplar is not None
-    span_id, trace_id = int(exemplar.labels["span_id"], 16), int(exemplar.labels["trace_id"], 16)
-    return Exemplar({}, exemplar.value, int(float(exemplar.timestamp or 0) * 1e9), span_id, trace_id)
-
-
 @dataclass(frozen=True)
 class Telemetry:
     """Tracer and metrics registry of a service. The defaults export nothing."""
@@ -203,7 +93,7 @@ class Telemetry:
 def telemetry(
     config: TelemetryConfig, service: str, registry: CollectorRegistry = prometheus_client.REGISTRY
 ) -> Iterator[Telemetry]:
-    """Serve and export metrics and spans until the body ends.
+    """Serve metrics and export spans until the body ends.
 
     Args:
         service: "router", "verifier" or "draft".
@@ -218,8 +108,6 @@ def telemetry(
         registry.register(own)
         stack.callback(registry.unregister, own)
         tracer = stack.enter_context(tracing(service))
-        if exports("METRICS"):
-            stack.callback(MetricPusher(service, registry).close)
         if config.metrics_port is not None:
             stack.enter_context(serving_metrics(config.metrics_host, config.metrics_port, registry))
         yield Telemetry(config, tracer, own)

@@ -42,13 +42,6 @@ class Metric:
         """Prometheus names of the labels."""
         return [label.replace(".", "_") for label in self.labels]
 
-    @property
-    def attribute_names(self) -> dict[str, str]:
-        """OpenTelemetry names of the labels by their Prometheus names; those of Eyas's own metrics begin with `eyas.`."""
-        prefix = "eyas." if self.name.startswith("eyas.") else ""
-        names = (label if "." in label else prefix + label for label in self.labels)
-        return dict(zip(self.label_names, names, strict=True))
-
 
 @dataclass(frozen=True)
 class MetricSample:

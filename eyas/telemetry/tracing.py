@@ -31,7 +31,7 @@ Attributes: TypeAlias = Mapping[str, str | bool | int | float]
 @contextmanager
 def tracing(service: str) -> Iterator[Tracer]:
     """Yield the process's tracer; at the end export the remaining spans. Raises ConfigError for bad OTEL_* values."""
-    if not exports("TRACES"):
+    if not exports_traces():
         yield NoOpTracer()
         return
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
@@ -46,22 +46,20 @@ def tracing(service: str) -> Iterator[Tracer]:
         provider.shutdown()
 
 
-def exports(signal: str) -> bool:
-    """Return whether the environment asks for OTLP export of a signal, TRACES or METRICS.
+def exports_traces() -> bool:
+    """Return whether the environment asks for OTLP export of traces.
 
     An endpoint asks for it, or the exporter "otlp". Raises ConfigError for an exporter or protocol that is not supported.
     """
-    exporter = os.environ.get(f"OTEL_{signal}_EXPORTER", "").strip()
+    exporter = os.environ.get("OTEL_TRACES_EXPORTER", "").strip()
     if exporter not in ("", "otlp", "none"):
-        raise ConfigError(
-            f"OTEL_{signal}_EXPORTER is {exporter!r}; set otlp or none (for Prometheus set telemetry.metrics_port)"
-        )
+        raise ConfigError(f"OTEL_TRACES_EXPORTER is {exporter!r}; set otlp or none")
     if exporter == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
-    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", f"OTEL_EXPORTER_OTLP_{signal}_ENDPOINT")
+    endpoints = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
     enabled = exporter == "otlp" or any(os.environ.get(name) for name in endpoints)
     default = os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL", "")
-    protocol = os.environ.get(f"OTEL_EXPORTER_OTLP_{signal}_PROTOCOL", default)
+    protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", default)
     if enabled and protocol not in ("", "grpc"):
         raise ConfigError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; set grpc and port 4317 of the collector")
     return enabled

@@ -22,7 +22,7 @@ MASK_METHODS = (*BLOCK_METHODS, "peagle")
 WHOLE_VOCABULARY = ("eagle1", "draft_model")
 # The drafting method that serves what a training method makes.
 SERVED_BY = {"eagle1": "eagle2", "eagle3.1": "eagle3", "draft_model": "sps"}
-LossType = Literal["kl", "soft_ce", "ce", "tv", "lk", "lk_hybrid", "next_token"]
+LossType = Literal["kl", "ce", "tv", "lk", "lk_hybrid", "next_token"]
 ConfidenceTarget = Literal["match", "rejection"]
 LossDecay = Literal["exponential", "dpace", "none"]
 Scheduler = Literal["cosine", "wsd", "constant"]
@@ -145,7 +145,7 @@ class LossConfig:
     """Loss that is minimised.
 
     Attributes:
-        loss_type: kl and soft_ce: forward KL to the target's distribution; ce: its likeliest token; tv: half the L1
+        loss_type: kl: forward KL to the target's distribution; ce: its likeliest token; tv: half the L1
             distance; lk: minus the log of the acceptance under p/q; lk_hybrid: KL and TV mixed by the acceptance;
             next_token: the next token of the data, for draft models alone. The target does not run then.
         vocab_size: most frequent tokens over which EAGLE-1 and draft models are compared with the target; 0 takes all, -1 as

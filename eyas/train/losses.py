@@ -30,8 +30,8 @@ def row_losses(logits: Tensor, teacher: Tensor, loss_type: LossType, needed: Seq
     teacher: of the same shape, or with a size of 1 where several rows of logits share one of its rows. CROSS_ENTROPY and
     OVERLAP are 0 unless they are `needed` or part of the loss.
     """
-    if loss_type in ("kl", "soft_ce", "lk_hybrid"):
-        found: Tensor = _Divergence.apply(logits, teacher, loss_type == "soft_ce", needed)  # type: ignore[no-untyped-call]
+    if loss_type in ("kl", "lk_hybrid"):
+        found: Tensor = _Divergence.apply(logits, teacher, needed)  # type: ignore[no-untyped-call]
     else:
         with torch.no_grad():
             found = _figures(_Law.of(logits), _Law.of(teacher), needed)
@@ -67,14 +67,13 @@ def _overlap_loss(overlap: Tensor, divergence: Tensor, loss_type: LossType) -> T
 
 
 class _Divergence(torch.autograd.Function):
-    """`row_losses` with the KL of p and q or their cross-entropy as its loss; the gradient of both is q - p.
+    """`row_losses` with the KL of p and q as its loss, whose gradient is q - p, as that of their cross-entropy.
 
-    cross-entropy = lse(logits) - sum of p * logits; the entropy of p is alike, and their difference is the KL. On the CPU
-    rows are compared a few at a time, so that what is computed of them stays in the processor's cache.
+    On the CPU rows are compared a few at a time, so that what is computed of them stays in the processor's cache.
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, teacher: Tensor, is_soft_ce: bool, needed: Sequence[int]) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, teacher: Tensor, needed: Sequence[int]) -> Tensor:
         """Compute the loss. needed: columns besides the loss's own. q - p is kept in the dtype of the logits."""
         columns, difference = logits.new_empty(*logits.shape[:-1], 5, dtype=torch.float32), torch.empty_like(logits)
         count = max(1, CACHED_LOGITS // max(1, logits[:1].numel())) if logits.device.type == "cpu" else max(1, len(logits))
@@ -84,18 +83,15 @@ class _Divergence(torch.autograd.Function):
             own, right = _Law.of(own_logits), _Law.of(teacher_logits)
             found.copy_(_figures(own, right, needed))
             rest.copy_(own.probs.sub_(right.probs))
-            if is_soft_ce:
-                found[..., LOSS] = own.lse[..., 0] - (right.probs * own.logits).sum(-1)
-            else:
-                apart = (right.logits - own.logits).mul_(right.probs).sum(-1)
-                found[..., LOSS] = (own.lse - right.lse)[..., 0] + apart
+            apart = (right.logits - own.logits).mul_(right.probs).sum(-1)
+            found[..., LOSS] = (own.lse - right.lse)[..., 0] + apart
         ctx.save_for_backward(difference)
         return columns
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (difference,) = ctx.saved_tensors
-        return difference * gradients[0][..., LOSS, None].to(difference.dtype), None, None, None
+        return difference * gradients[0][..., LOSS, None].to(difference.dtype), None, None
 
 
 class _Law(NamedTuple):

@@ -18,14 +18,17 @@ from functools import partial
 from typing import TypeVar, get_args
 
 from pydantic import TypeAdapter, ValidationError
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from eyas.config import DiscoveryConfig, RegistryConfig, masked
+from eyas.errors import ConfigError
 from eyas.rpc.channel import Peers
 from eyas.rpc.identity import SharedToken
 from eyas.rpc.messages import Lease, Role
 from eyas.services.discovery.base import cancel_task, repeat
-from eyas.services.discovery.redis_client import close_client, redis_client
 
 ResultT = TypeVar("ResultT")
 
@@ -78,7 +81,7 @@ class Registry:
     def __init__(self, config: RegistryConfig, token: SharedToken | None = None) -> None:
         self._config = config
         self._token = token
-        self._redis = redis_client(config)
+        self._redis = _connect(config)
         self._heartbeat: asyncio.Task[None] | None = None
         self._watcher: asyncio.Task[None] | None = None
         self._published: tuple[Lease, ...] = ()
@@ -185,7 +188,7 @@ class Registry:
         """Stop all background work and the connection; published leases expire."""
         await cancel_task(self._heartbeat)
         await cancel_task(self._watcher)
-        await close_client(self._redis)
+        await self._redis.aclose()
 
     async def refresh(self) -> None:
         if not self._roles:
@@ -296,6 +299,23 @@ class Registry:
             log.info("registry %s is back", masked(self._config.url))
         self._reachable = True
         return result
+
+
+def _connect(config: RegistryConfig) -> Redis:
+    """Return a client, which connects later. Raises ConfigError for a URL that Redis does not take."""
+    timeout_s = config.ttl_s / 2
+    try:
+        client = Redis.from_url(
+            config.url,
+            retry=Retry(NoBackoff(), 1),
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            decode_responses=True,
+        )
+        client.connection_pool.make_connection()  # type: ignore[no-untyped-call]  # parses the whole URL, does not dial
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"registry.url is {masked(config.url)}; expected one such as redis://host:6379/0") from error
+    return client
 
 
 _CLAIMS = TypeAdapter(_Claim)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import difflib
-import fcntl
 import functools
 import json
 import os
@@ -49,8 +48,6 @@ MAX_DRAFT_RESTARTS = 3
 RESTART_WINDOW_S = 600.0
 NUM_LOG_LINES = 15
 NUM_LOG_BYTES = 8192
-# In a cluster's folder: a file that its process has locked.
-OWNER = "owner.lock"
 PR_SET_PDEATHSIG = 1
 TOKEN_VARIABLE = "EYAS_PEER_TOKEN"
 # Below the ports that Linux gives to outgoing connections.
@@ -345,8 +342,7 @@ def running_cluster(
         folder: working directory of the services; this process's own by default.
 
     The services share a token of their own, unless the settings name one. It is passed by environment.
-    The logs are removed at the end, unless an error ends the context. Those of a process that was killed are removed at the
-    next start.
+    The logs are removed at the end, unless an error ends the context.
     Raises ConfigError and CheckpointError, before anything starts, for what a service would refuse.
     """
     for service in services:
@@ -360,7 +356,7 @@ def running_cluster(
         services = [service.add(f"peers.token_env={TOKEN_VARIABLE}") for service in services]
     children: list[Child] = []
     failed = False
-    logs, owned = _new_folder()
+    logs = Path(tempfile.mkdtemp(prefix="eyas-"))
     try:
         children.append(_start_redis(logs))
         for service, config in zip(services, configs, strict=True):
@@ -384,8 +380,6 @@ def running_cluster(
         raise
     finally:
         stop_children(children)
-        (logs / OWNER).unlink(missing_ok=True)
-        os.close(owned)
         if not failed:
             shutil.rmtree(logs)
 
@@ -397,35 +391,6 @@ def with_own_pages(router: ServiceSettings) -> ServiceSettings:
         return router
     own = f"http.cors_allow_origins={json.dumps(OWN_PAGES)}"
     return replace(router, assignments=(own, *router.assignments))
-
-
-def _new_folder() -> tuple[Path, int]:
-    """Return a folder for logs, and the file descriptor whose lock says that its owner lives.
-
-    Removes the folders of owners that were killed. Those that an error left have no lock, and stay.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="eyas-"))
-    for lock in folder.parent.glob(f"eyas-*/{OWNER}"):
-        with suppress(OSError):  # of another user, in use, or removed by somebody else
-            if lock.parent.lstat().st_uid == os.getuid():
-                with _locked(lock):
-                    shutil.rmtree(lock.parent)
-    new = folder / f"{OWNER}.new"
-    owned = os.open(new, os.O_CREAT | os.O_RDWR, 0o600)
-    fcntl.flock(owned, fcntl.LOCK_EX)
-    new.rename(folder / OWNER)  # a lock that is there is held
-    return folder, owned
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file. Raises BlockingIOError if another process holds it."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _reachable(host: str) -> str:

@@ -9,10 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle, product
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Literal
 
-import grpc
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -20,18 +18,15 @@ from rich.text import Text
 
 from eyas.api.outputs import TextChunk
 from eyas.api.request import GenerationStats, Request, SamplingParams
-from eyas.bench.results import first_difference
+from eyas.bench.results import Run, first_difference, total_stats
 from eyas.cli.generate import ScreenPrinter
+from eyas.client import Client
 from eyas.errors import EyasError, RequestFailed
 from eyas.progress import Progress
-from eyas.rpc.channel import open_sync_channel
-from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
-from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
-from eyas.rpc.status import status_error
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.services.local.cluster import START_TIMEOUT_S, Cluster, free_port
 from eyas.services.local.demo import ROOT, running_demo, warm_up
 from eyas.services.local.serve import AssignmentsOption, exit_on_error, wait_until_ready
-from eyas.v1.generation_pb2_grpc import GenerationStub
 
 PROMPTS = ROOT / "models" / "demo" / "prompts.jsonl"
 TEMPERATURES = (0.0, 0.8)
@@ -54,8 +49,7 @@ def demo(
     with exit_on_error(console), running_demo(free_port(), assignments or ()) as cluster:
         wait_until_ready(console, cluster, START_TIMEOUT_S)
         prompts = read_prompts(PROMPTS)
-        with open_sync_channel(cluster["router"].address) as channel, _name_dead_service(cluster):
-            router = GenerationStub(channel)
+        with Client(cluster["router"].address) as router, _name_dead_service(cluster):
             with Progress(console) as shown:
                 shown.show("waiting for draft trees")
                 warm_up(cluster["router"].address)
@@ -97,54 +91,32 @@ def read_prompts(file: Path) -> list[Prompt]:
     return [Prompt(entry["source"], entry["text"], tuple(entry["token_ids"])) for entry in entries]
 
 
-@dataclass(frozen=True)
-class DemoAnswer:
-    """One finished request.
-
-    Attributes:
-        seconds: from sending the request to its last chunk.
-        round_trip: mean time from verifier to drafter and back, in ms; None without drafting.
-    """
-
-    token_ids: tuple[int, ...]
-    stats: GenerationStats
-    seconds: float
-    round_trip: float | None
-
-
 def _ask(
-    router: GenerationStub,
+    router: Client,
     prompt: Prompt,
     sampling: SamplingParams,
     mode: Mode,
     on_chunk: Callable[[TextChunk], object] = lambda chunk: None,
-) -> DemoAnswer:
+) -> Run:
     """Decode a prompt to the end. Raises EyasError when the call or the generation fails."""
     drafter = NO_DRAFTER if mode == "plain" else ""
-    call = generate_call_to_proto(GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter))
+    call = GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter)
     token_ids: list[int] = []
     started = time.perf_counter()
-    answers = router.Generate(call, timeout=CALL_SECONDS)
-    try:
-        for chunk in map(text_chunk_from_proto, answers):
-            on_chunk(chunk)
-            token_ids += chunk.chunk.token_ids
-    except grpc.RpcError as error:
-        raise status_error(error) from error
+    for chunk in router.chunks(call, CALL_SECONDS):
+        on_chunk(chunk)
+        token_ids += chunk.chunk.token_ids
     seconds = time.perf_counter() - started
     if chunk.totals is None or chunk.chunk.finish_reason not in ("stop", "length"):
         raise RequestFailed(f"{prompt.source}: ended with {chunk.chunk.finish_reason}: {chunk.chunk.message}")
-    round_trips = [float(value) for key, value in answers.trailing_metadata() if key == ROUND_TRIP_KEY]
-    return DemoAnswer(
-        tuple(token_ids), chunk.totals.stats or GenerationStats(), seconds, round_trips[0] if round_trips else None
-    )
+    return Run(seconds, (tuple(token_ids),), chunk.totals.stats or GenerationStats())
 
 
 def _sampling(temperature: float, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=SEED, ignore_eos=True)
 
 
-def _show(console: Console, router: GenerationStub, prompt: Prompt, temperature: float) -> None:
+def _show(console: Console, router: Client, prompt: Prompt, temperature: float) -> None:
     """Stream a continuation, draft tokens in another style than the tokens of the target."""
     console.rule(f"{prompt.source} at temperature {temperature}", align="left", style="dim")
     console.print(Text(prompt.text, style="dim"), end="")
@@ -162,27 +134,18 @@ class DemoComparison:
 
     temperature: float
     prompts: Sequence[Prompt]
-    answers: dict[Mode, list[DemoAnswer]] = field(default_factory=lambda: {"plain": [], "speculative": []})
+    answers: dict[Mode, list[Run]] = field(default_factory=lambda: {"plain": [], "speculative": []})
 
     @property
     def stats(self) -> GenerationStats:
         """Speculation statistics, summed over all prompts."""
-        total = GenerationStats()
-        for answer in self.answers["speculative"]:
-            total.merge(answer.stats)
-        return total
-
-    @property
-    def round_trip(self) -> float:
-        """Mean time from verifier to drafter and back, in ms."""
-        times = [answer.round_trip for answer in self.answers["speculative"] if answer.round_trip is not None]
-        return fmean(times or [0.0])
+        return total_stats(self.answers["speculative"])
 
     def speed(self, mode: Mode) -> float:
         """Return the tokens per second over the fastest passes of all prompts, time to the first token included; prompts are
         cached.
         """
-        return sum(len(answer.token_ids) for answer in self.answers[mode]) / NUM_PASSES / self._seconds(mode, 0)
+        return sum(len(run.outputs[0]) for run in self.answers[mode]) / NUM_PASSES / self._seconds(mode, 0)
 
     def _seconds(self, mode: Mode, rank: int) -> float:
         """Return the seconds of a pass of each prompt, together: of the fastest one for rank 0, of the next one for 1."""
@@ -225,13 +188,13 @@ class DemoComparison:
         pairs = zip(self.answers["plain"], self.answers["speculative"], strict=True)
         return [
             f"{prompt.source} at temperature {self.temperature}: outputs differ from token "
-            f"{first_difference(plain.token_ids, speculative.token_ids)}"
+            f"{first_difference(plain.outputs[0], speculative.outputs[0])}"
             for prompt, (plain, speculative) in zip(cycle(self.prompts), pairs, strict=False)
-            if plain.token_ids != speculative.token_ids
+            if plain.outputs != speculative.outputs
         ]
 
 
-def _measure(console: Console, router: GenerationStub, prompts: list[Prompt], sampling: SamplingParams) -> DemoComparison:
+def _measure(console: Console, router: Client, prompts: list[Prompt], sampling: SamplingParams) -> DemoComparison:
     """Decode every prompt in both modes, pass by pass; the mode that goes first alternates."""
     comparison = DemoComparison(sampling.temperature, prompts)
     started = time.monotonic()
@@ -259,7 +222,6 @@ def _table(comparisons: list[DemoComparison]) -> Table:
         ("speedup", lambda c: f"{c.speedup:.2f}x" if c.is_different else f"1x, within noise of {c.noise:.0%}"),
         ("mean acceptance length (tau)", lambda c: f"{c.stats.acceptance_length:.2f}"),
         ("accepted at depth 1, 2, ...", lambda c: " ".join(f"{share:.0%}" for share in c.stats.acceptance_by_depth)),
-        ("verifier-drafter round trip", lambda c: f"mean {c.round_trip:.2f} ms"),
         ("outputs identical", lambda c: "no" if c.differences() else f"yes, {len(c.prompts)} of {len(c.prompts)}"),
     ]
     for label, value in rows:

@@ -16,7 +16,6 @@ from fastapi import FastAPI
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
-from eyas.api.outputs import TextChunk
 from eyas.config import RouterConfig
 from eyas.errors import EyasError, RequestFailed
 from eyas.rpc.admission import Admission
@@ -26,7 +25,6 @@ from eyas.services.ray.config import EnvironmentConfig
 from eyas.services.ray.replicas import on_this_node
 from eyas.services.router.__main__ import build_router
 from eyas.services.router.auth.keys import load_api_keys
-from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
@@ -126,9 +124,10 @@ class Router:
         """Stream the continuation of a prompt; Serve cancels it when the client disconnects."""
         try:
             stream = await self._app.grpc.open_stream(request, grpc_context)
-            async with aclosing(_delay_final_chunks(stream)) as chunks:
-                async for chunk in chunks:
-                    yield text_chunk_to_proto(chunk)
+            async with aclosing(stream) as chunks:
+                async for ready in chunks:
+                    for chunk in ready:
+                        yield text_chunk_to_proto(chunk)
         except EyasError as error:
             grpc_context.set_trailing_metadata(list(error_trailers(error)))
             yield generation_pb2.GenerateChunk()  # metadata travels only with messages; read_in_task drops this one
@@ -147,24 +146,6 @@ class Router:
         """Serve awaits it when no request is left."""
         await self._app.readiness.deregister()
         await self._stack.aclose()
-
-
-async def _delay_final_chunks(stream: ReadyChunks) -> AsyncGenerator[TextChunk, None]:
-    """Yield the same chunks, but a chunk that ends a completion waits for the next one or the end of the stream.
-
-    Serve sends trailing metadata with messages, and the metadata is known only at the end of the stream.
-    """
-    held: TextChunk | None = None
-    async with aclosing(stream) as chunks:
-        async for ready in chunks:
-            for chunk in ready:
-                if held is not None:
-                    yield held
-                held = chunk if chunk.totals is not None else None
-                if held is None:
-                    yield chunk
-    if held is not None:
-        yield held
 
 
 def _refuse(error: EyasError, context: RayServegRPCContext) -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from eyas.config import TlsConfig
 from eyas.rpc import identity
 from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
 from eyas.rpc.messages import GenerateCall
-from eyas.services.router.auth.keys import ApiKeys
+from eyas.services.router.auth.keys import Access, ApiKeys
 from eyas.services.router.dispatch.dispatcher import LARGE_NUM_LOGPROBS
 from eyas.services.router.dispatch.generation import GenerationService, ReadyChunks
 from eyas.telemetry.tracing import trace_pairs
@@ -43,19 +42,14 @@ class RouterServicer(GenerationServicer):
         trace, arrived_at = trace_pairs(metadata), time.perf_counter()
         received = GenerateCall(Request(request.request_id, ()), trace=trace, arrived_at=arrived_at)
 
-        def set_trailers(measurements: Sequence[tuple[str, str]]) -> None:
-            context.set_trailing_metadata([*measurements, *access.headers.items()])
-
         with self._service.record_rejection(received):
             access.begin("generate")
             defaults = await self._check_sizes(request)
             converted = replace(generate_call_from_proto(request, defaults), trace=trace, arrived_at=arrived_at)
             call = await self._service.prepare(access.authorize(converted), access.caller(str(context.peer())))
-        return access.meter(
-            partial(self._service.stream, [call], timeout_s=timeout_s, on_trailers=set_trailers),
-            [call],
-            self._service.record_rejection(received),
-        )
+        stream = partial(self._service.stream, [call], timeout_s=timeout_s)
+        chunks = access.meter(stream, [call], self._service.record_rejection(received))
+        return chunks if access.quota is None else _with_trailers(chunks, access, context)
 
     async def _check_sizes(self, request: generation_pb2.GenerateRequest) -> dict[str, float]:
         """Return the sampling defaults of the message's model.
@@ -84,6 +78,17 @@ class RouterServicer(GenerationServicer):
         """List the configured models that a live verifier serves."""
         self._keys.access(context.invocation_metadata() or ()).begin("models")
         return models_to_proto(self._service.models())
+
+
+async def _with_trailers(chunks: ReadyChunks, access: Access, context: Any) -> ReadyChunks:
+    """Yield the chunks of a call whose trailing metadata says what is left of the quota, from the first chunk on.
+
+    A replica of Ray sends it with the chunks.
+    """
+    async with aclosing(chunks):
+        async for ready in chunks:
+            context.set_trailing_metadata(list(access.headers.items()))
+            yield ready
 
 
 def server_credentials(config: TlsConfig) -> grpc.ServerCredentials | None:

@@ -51,6 +51,7 @@ from eyas.services.lifecycle import (
 )
 from eyas.services.verifier.chunk_feeds import ChunkFeeds
 from eyas.services.verifier.draft_pool import DraftPool
+from eyas.services.verifier.load_log import LoadLog
 from eyas.services.verifier.servicer import GenerationServicer, announced_load
 from eyas.services.verifier.telemetry import VerifierTelemetry
 from eyas.telemetry.exporters import Telemetry, telemetry
@@ -126,7 +127,8 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
                 registration = VerifierRegistration(registration, discovery, model, pool, interval_s)
             names = [GENERATION_SERVICE, WORKER_SERVICE]
             watchdog = asyncio.create_task(watch_steps(async_engine, own, config, workers.fail), name="watchdog")
-            load_log = asyncio.create_task(observer.load_log.run(lambda: async_engine.load), name="load log")
+            load_line = LoadLog(telemetry.registry).run(lambda: async_engine.load)
+            load_log = asyncio.create_task(load_line, name="load log")
             try:
                 await serve(server, names, config.server, registration, runner=runner)
             finally:

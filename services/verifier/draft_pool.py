@@ -31,14 +31,8 @@ class _Assignment:
 
 @dataclass
 class _History:
-    """A session's answered requests.
+    """A session's last request for trees: the drafter, and how long it took; no timing if an answer was missing."""
 
-    Attributes:
-        drafter, timing: of the last request; no timing if an answer was missing.
-    """
-
-    num_answered: int = 0
-    seconds: float = 0.0
     drafter: RemoteDrafter | None = None
     timing: DraftTiming | None = None
 
@@ -185,11 +179,6 @@ class DraftPool:
         history.drafter.num_accepted += step.accepted
         return history.timing, history.drafter.method
 
-    def mean_round_trip(self, session: str) -> float | None:
-        """Return the mean seconds of a session's answered requests for trees; None without any, or after `unassign`."""
-        history = self._histories.get(session)
-        return history.seconds / history.num_answered if history and history.num_answered else None
-
     def _collect(
         self,
         contexts: Sequence[DraftContext],
@@ -204,8 +193,6 @@ class DraftPool:
                 history = self._histories.get(contexts[i].session)
                 if history and contexts[i].budget.wants_tree:
                     history.drafter, history.timing = drafter, sent.timing
-                    history.num_answered += sent.timing is not None
-                    history.seconds += sent.timing.round_trip if sent.timing else 0.0
             if sent.awaited and drafter.connected:
                 self._warn_of_late_trees(drafter)
         return drafts

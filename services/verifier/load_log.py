@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
-from eyas.api.request import GenerationStats
-from eyas.engine.engine import EngineLoad, StepReport
+from prometheus_client import CollectorRegistry
+
+from eyas.engine.engine import EngineLoad
+from eyas.telemetry import metrics
+from eyas.telemetry.metrics import Metric
 
 INTERVAL_S = 10.0
 
@@ -17,44 +20,43 @@ log = logging.getLogger(__name__)
 
 
 class LoadLog:
-    """Counts what steps yield, and logs it every INTERVAL_S seconds. It says nothing while nothing is done.
+    """Log of what a verifier's metrics have counted, every INTERVAL_S seconds. It says nothing while nothing is done."""
 
-    The engine's thread calls `add`, the event loop runs `run`; the lock guards the counts.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, registry: CollectorRegistry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._registry = registry
         self._clock = clock
-        self._lock = threading.Lock()
-        self._begin()
+        self._since = clock()
+        self._counted = self._counts()
 
-    def _begin(self) -> None:
-        self._since, self._num_tokens, self._num_ended, self._stats = self._clock(), 0, 0, GenerationStats()
-
-    def add(self, report: StepReport, stats: GenerationStats, num_tokens: int) -> None:
-        """Count a step.
-
-        Args:
-            stats: of its verify steps.
-            num_tokens: that it yielded.
-        """
-        with self._lock:
-            self._num_tokens += num_tokens
-            self._num_ended += len(report.ended)
-            self._stats.merge(stats)
+    def _counts(self) -> Counter[str]:
+        """Return the present values of the counters, by name, over all their labels."""
+        counts = Counter[str]()
+        for sample in (sample for family in self._registry.collect() for sample in family.samples):
+            if sample.name.endswith("_total"):
+                counts[sample.name] += round(sample.value)
+        return counts
 
     def line(self, load: EngineLoad) -> str:
         """Return what was done since the last call; empty if nothing was. load: the engine's now."""
-        with self._lock:
-            seconds = max(self._clock() - self._since, 1e-9)
-            num_tokens, num_ended, stats = self._num_tokens, self._num_ended, self._stats
-            self._begin()
+        seconds = max(self._clock() - self._since, 1e-9)
+        before = self._counted
+        self._since = self._clock()
+        self._counted = self._counts()
+
+        def new(metric: Metric) -> int:
+            name = f"{metric.family}_total"
+            return self._counted[name] - before[name]
+
+        num_ended = new(metrics.VERIFIER_REQUESTS)
+        num_tokens = new(metrics.VERIFIER_GENERATED_TOKENS)
         if not (num_tokens or num_ended or load.num_running or load.num_waiting):
             return ""
         text = f"{num_ended} requests done, {load.num_running} running, {load.num_waiting} waiting; "
         text += f"{num_tokens / seconds:.1f} tokens/s"
-        if stats.num_drafted:
-            share = stats.num_accepted / stats.num_drafted
-            text += f", tau {stats.acceptance_length:.2f}, {share:.0%} of the drafted tokens accepted"
+        if num_drafted := new(metrics.VLLM_DRAFT_TOKENS):
+            tau = new(metrics.VERIFIER_VERIFY_STEP_TOKENS) / new(metrics.VERIFIER_VERIFY_STEPS)
+            share = new(metrics.VLLM_ACCEPTED_TOKENS) / num_drafted
+            text += f", tau {tau:.2f}, {share:.0%} of the drafted tokens accepted"
         return text
 
     async def run(self, load: Callable[[], EngineLoad]) -> None:

@@ -15,7 +15,7 @@ from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.engine import EngineLoad
 from eyas.errors import InvalidRequest, Unavailable, UnknownDrafter, UnknownModel
 from eyas.rpc import convert
-from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall, Lease, Load, ModelInfo
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Lease, Load, ModelInfo
 from eyas.services.verifier.chunk_feeds import ChunkFeeds
 from eyas.services.verifier.draft_pool import DraftPool
 from eyas.services.verifier.telemetry import VerifierTelemetry
@@ -70,7 +70,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
                         num_output += len(chunk.token_ids)
                         num_cached += chunk.num_cached
                         if chunk.finish_reason:
-                            context.set_trailing_metadata(self._round_trip(own))
                             totals = Totals(len(own.prompt_ids), num_output, None, num_cached)
                         await write(TextChunk(chunk, seed=seed, totals=totals))
                         seed = None  # the first chunk has it
@@ -115,11 +114,6 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             yield
         finally:
             self._pool.unassign(request.id)
-
-    def _round_trip(self, request: Request) -> tuple[tuple[str, str], ...]:
-        """Return trailing metadata: mean round trip of the request's drafts in ms. Empty if there were none."""
-        seconds = self._pool.mean_round_trip(request.id) if self._pool else None
-        return () if seconds is None else ((ROUND_TRIP_KEY, f"{seconds * 1000:.3f}"),)
 
 
 def announced_load(load: EngineLoad) -> Load:

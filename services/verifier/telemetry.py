@@ -22,7 +22,6 @@ from eyas.rpc.status import status_of
 from eyas.services.verifier.breaker import CIRCUIT_STATES
 from eyas.services.verifier.draft_client import DraftTiming
 from eyas.services.verifier.draft_pool import DraftPool
-from eyas.services.verifier.load_log import LoadLog
 from eyas.telemetry import metrics
 from eyas.telemetry.exporters import Telemetry
 from eyas.telemetry.logging import request_log
@@ -48,7 +47,6 @@ class VerifierTelemetry:
         pool: DraftPool | None = None,
         own_method: str = "",
     ) -> None:
-        self.load_log = LoadLog()
         self._own_method = own_method
         self._telemetry = telemetry = telemetry or Telemetry()
         self._model = model
@@ -135,7 +133,6 @@ class VerifierTelemetry:
                 trace.record(now, report, chunk, timing)
             has_details = chunk.verify_step is not None and chunk.verify_step.details is not None
             reported.append(_with_times(chunk, report, timing, method) if has_details else chunk)
-        self.load_log.add(report, stats, num_generated)
         if report.num_rows:
             self._record_step(report, stats, num_generated)
         return reported

@@ -21,7 +21,7 @@ from benchmarks.gpu.drafts import cost_table as draft_costs
 from benchmarks.gpu.measuring import Case, Limit, Part, Rates, Scale, full_scale, llama_head
 from benchmarks.gpu.steps import Step, cost_table, make_backends, make_target
 from benchmarks.widen.target import Shape
-from eyas.bench import offline, timing
+from eyas.bench import timing
 from eyas.config import TreeConfig
 from eyas.emulation.costs import DeviceCosts
 from eyas.models.backends.base import BackendPlan
@@ -54,9 +54,7 @@ class Clock:
 
 def test_a_run_reports_every_stage_with_cost_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "run_tests", lambda part: None)
-    monkeypatch.setattr(offline, "LONG_PROMPT_TOKENS", 40)
     monkeypatch.setattr(timing, "WARM_UP_TOKENS", 2)
-    monkeypatch.setattr(timing, "NUM_REPEATS", 1)
     monkeypatch.setattr(drafts, "TREE", TreeConfig(num_draft_tokens=12, top_k=4))
     page = gpu.run(DEVICE, gpu.Settings(gpu.STAGES, 25.0, TINY), tmp_path)
     text, data = page.read_text(encoding="utf-8"), json.loads(page.with_suffix(".json").read_text())

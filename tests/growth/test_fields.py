@@ -14,8 +14,8 @@ from eyas.rpc.admission import LARGE_REQUEST_BYTES
 from eyas.services.router.http.bodies.base import MAX_FIELDS, MAX_OBJECTS, FieldPolicy, field_names, parse_body
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody, invalid_body
 from eyas.services.router.http.bodies.other_servers import near_names, translated
+from eyas.services.router.http.errors import instead_of
 from eyas.services.router.http.fill_in_middle import FORMATS, middle_format, middle_prompt
-from eyas.services.router.http.missing_routes import instead_of
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from tests.growth.growth import Reader, check_growth, label, pairs
 from tests.support.tiny import DEMO
@@ -109,7 +109,7 @@ READERS = (
     Reader("other_servers.near_names", lambda name: near_names(name, KNOWN), NAMES, 2**20, on_loop=True),
     Reader("requests.invalid_body, an unknown field", refuse, NAMES, 2**20, on_loop=True),
     Reader(
-        "missing_routes.instead_of",
+        "errors.instead_of",
         lambda path: instead_of(path, ["/v1/completions"]),
         PATHS,
         LimitsConfig().max_header_bytes,

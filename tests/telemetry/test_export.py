@@ -2,14 +2,12 @@
 
 import json
 import logging
-import math
 import urllib.error
 import urllib.request
 import warnings
 from dataclasses import fields
 
 import pytest
-from opentelemetry.sdk.metrics.export import Histogram, Sum
 from opentelemetry.trace import NoOpTracer
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -18,16 +16,16 @@ from eyas.config import TelemetryConfig
 from eyas.errors import ConfigError
 from eyas.services.local.cluster import free_port
 from eyas.telemetry import metrics
-from eyas.telemetry.exporters import exposition, serving_metrics, telemetry, to_otlp
+from eyas.telemetry.exporters import exposition, serving_metrics, telemetry
 from eyas.telemetry.logging import request_log
 from eyas.telemetry.metrics import counter, histogram
-from eyas.telemetry.tracing import context_of, exports, resource, trace_of, trace_pairs
+from eyas.telemetry.tracing import context_of, exports_traces, resource, trace_of, trace_pairs
 from tests.support.logs import caught_log
 from tests.support.services.promql import ROOT
 from tests.support.services.spans import TRACE, Spans
 
 OTEL = (
-    "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", "OTEL_METRICS_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT",
+    "OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", "OTEL_EXPORTER_OTLP_ENDPOINT",
     "OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES",
 )  # fmt: skip
 
@@ -39,22 +37,22 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "traces", "metrics"),
+    ("environment", "traces"),
     [
-        ({}, False, False),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, True, True),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317"}, True, False),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_METRICS_EXPORTER": "none"}, True, False),
-        ({"OTEL_TRACES_EXPORTER": "otlp"}, True, False),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_SDK_DISABLED": "true"}, False, False),
+        ({}, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://c:4317"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_TRACES_EXPORTER": "none"}, False),
+        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_SDK_DISABLED": "true"}, False),
     ],
 )
-def test_the_otel_variables_choose_the_exporters(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], traces: bool, metrics: bool
+def test_the_otel_variables_choose_whether_traces_leave(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], traces: bool
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert (exports("TRACES"), exports("METRICS")) == (traces, metrics)
+    assert exports_traces() == traces
 
 
 @pytest.mark.parametrize(
@@ -140,24 +138,6 @@ def test_a_port_that_is_taken_is_named() -> None:
 def test_settings_out_of_range_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):
         TelemetryConfig(**settings)  # type: ignore[arg-type]
-
-
-def test_metrics_keep_their_values_on_the_way_to_otlp() -> None:
-    registry = CollectorRegistry()
-    counter(metrics.ROUTER_REQUESTS, registry).labels("m", "OK").inc(7)
-    waits = histogram(metrics.VERIFIER_QUEUE_DURATION, registry)
-    for seconds in (0.002, 0.002, 0.3, 1000):
-        waits.observe(seconds)
-    found = {metric.name: metric for metric in to_otlp(registry.collect(), 1, 2)}
-    requests, queue = found["eyas.router.requests"].data, found["eyas.verifier.queue.duration"].data
-    assert isinstance(requests, Sum)
-    assert isinstance(queue, Histogram)
-    [point] = requests.data_points
-    assert (point.attributes, point.value) == ({"eyas.model": "m", "eyas.status": "OK"}, 7)
-    [spread] = queue.data_points
-    assert tuple(spread.explicit_bounds) == metrics.VERIFIER_QUEUE_DURATION.buckets
-    assert (spread.count, sum(spread.bucket_counts), spread.bucket_counts[1], spread.bucket_counts[-1]) == (4, 4, 2, 1)
-    assert math.isclose(spread.sum, 1000.304)
 
 
 def test_a_trace_context_comes_back_and_nonsense_begins_none() -> None:

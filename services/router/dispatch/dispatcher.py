@@ -12,8 +12,8 @@ import logging
 import math
 import random
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 import grpc
@@ -24,7 +24,7 @@ from eyas.config import RetryConfig
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable, UnknownDrafter, WorkerLost
 from eyas.protocol.prefix_hash import block_hashes
 from eyas.rpc.convert import chunk_from_proto, generate_call_to_proto
-from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.rpc.status import is_connection_error, status_error
 from eyas.services.discovery.redis_registry import Placement, Registry
 from eyas.services.router.dispatch.poison import ISOLATION_S, Attempt, PoisonDetector
@@ -36,7 +36,8 @@ from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
 MAX_SESSIONS = 65536
-TRAILER_TIMEOUT_S = 1.0
+# How long a verifier may take to end a call after its last chunk.
+END_TIMEOUT_S = 1.0
 # The clocks of gRPC and of the event loop may end a call a little before its deadline.
 DEADLINE_TOLERANCE_S = 0.05
 # Log-probabilities of a prompt from which a thread parses their chunk.
@@ -50,7 +51,6 @@ _BROKEN_CONNECTION = ("socket closed", "connection reset", "broken pipe")
 # In the text for a call that no verifier got: none was connected, whatever ended the attempt to connect.
 _NOT_CONNECTED = "failed to connect"
 
-TrailerCallback = Callable[[Sequence[tuple[str, str]]], None]
 GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
 
 log = logging.getLogger(__name__)
@@ -88,14 +88,12 @@ class RequestContext:
 
     Attributes:
         deadline: by the clock of the running event loop, in seconds.
-        on_trailers: receives the verifier's measurements when a completion has ended normally.
         count: gets the number of each chunk's tokens, read or not.
         placement: where the first completion runs; the others are placed there too, to share its cached prefix.
         body: identifies the client's request, which may have several prompts.
     """
 
     deadline: float
-    on_trailers: TrailerCallback | None = None
     count: Callable[[int], object] = bool
     placement: Placement | None = None
     body: object = field(default_factory=object)
@@ -156,9 +154,7 @@ class Dispatcher:
                                 self._begin(attempt, pair, state, session, chunk)
                             state.add(pair, chunk)
                             yield chunk
-                        measurements = await upstream.measurements()
-                if context.on_trailers:
-                    context.on_trailers(measurements)
+                        await upstream.end()
                 return
             except UnknownDrafter as error:
                 if state.drafter_is_unknown:
@@ -337,14 +333,11 @@ class UpstreamCall:
             raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
         return chunk
 
-    async def measurements(self) -> list[tuple[str, str]]:
-        """Return the verifier's measurements from the trailing metadata; none if they do not arrive in time."""
-        try:
-            async with asyncio.timeout(TRAILER_TIMEOUT_S):
-                trailers = await self.stream.trailing_metadata()
-        except TimeoutError:
-            return []
-        return [(key, str(value)) for key, value in trailers if key == ROUND_TRIP_KEY]
+    async def end(self) -> None:
+        """Wait for the end of a call whose last chunk is read: one that is cancelled before counts as such there."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await self.stream.code()
 
 
 @dataclass

@@ -18,10 +18,9 @@ from eyas.api.validation import check_request
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.client_threads import ClientThreads
-from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, TrailerCallback, no_verifier
+from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, no_verifier
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.telemetry import RequestSpan, RouterTelemetry
-from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import TextStream, Tokenizer
 
 # Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
@@ -48,7 +47,6 @@ class GenerationService:
     request_timeout_s: the longest duration of a request. threads: for the work that clients' texts cause.
 
     Args:
-        contents: of the models in whose chats names of special tokens are text.
         aliases: the model of each alias.
     """
 
@@ -59,11 +57,9 @@ class GenerationService:
         dispatcher: Dispatcher,
         request_timeout_s: float,
         telemetry: RouterTelemetry,
-        contents: Mapping[str, ContentText] = MappingProxyType({}),
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._aliases = aliases
-        self.contents = contents
         self._telemetry = telemetry
         self._tokenizers = tokenizers
         self._workers = workers
@@ -169,7 +165,6 @@ class GenerationService:
         calls: Sequence[GenerateCall],
         operation: str = "text_completion",
         timeout_s: float | None = None,
-        on_trailers: TrailerCallback | None = None,
         count: Callable[[int], object] = bool,
     ) -> ReadyChunks:
         """Return the chunks of all completions of a body's calls, as they come; closing it early cancels them.
@@ -178,7 +173,6 @@ class GenerationService:
             calls: what `prepare` returned. Their completions are numbered through.
             operation: "chat" or "text_completion", as in the GenAI conventions.
             timeout_s: the client's own limit for each call.
-            on_trailers: see `RequestContext`.
             count: see `RequestContext`.
 
         Raises:
@@ -190,7 +184,7 @@ class GenerationService:
 
         async def run_call(call: GenerateCall, first: int, put: Put) -> None:
             """Put the chunks of one call, whose completions begin with the number `first`."""
-            context = RequestContext(asyncio.get_running_loop().time() + timeout_s, on_trailers, count, body=slots)
+            context = RequestContext(asyncio.get_running_loop().time() + timeout_s, count, body=slots)
             with self._telemetry.request(call, operation) as traced:
                 try:
                     call = traced.set_call(call)

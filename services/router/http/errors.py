@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -26,10 +26,10 @@ from starlette.types import Scope
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RateLimited, RequestFailed, Unauthenticated, Unavailable
 from eyas.rpc.status import UNAVAILABLE_RETRY_AFTER_S, status_of
 from eyas.services.router.http.bodies.openai import invalid_body
-from eyas.services.router.http.missing_routes import instead_of
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log
 MAX_QUOTED_PATH = 200
+_MAX_PATH_PARTS = 8  # that are looked at
 
 
 @dataclass(frozen=True)
@@ -132,6 +132,19 @@ def add_error_handlers(app: FastAPI) -> None:
     async def internal_error(request: Request, error: Exception) -> Response:
         """Return a response without details; the server logs the traceback."""
         return error_response(RequestFailed("internal error"), request.scope)
+
+
+def instead_of(path: str, routes: Collection[str]) -> str:
+    """Return what to call instead of a path that is nearly right, as the end of a sentence; empty if that is unknown.
+
+    routes: the paths that exist.
+    """
+    parts = [part for part in path.lower().split("/", _MAX_PATH_PARTS + 1)[1 : _MAX_PATH_PARTS + 1] if part]
+    plain = "/" + "/".join(parts)
+    candidates = [plain, f"/v1{plain}", plain.replace("/v1/v1/", "/v1/", 1), plain.removeprefix("/v1")]
+    found = next((one for one in candidates if one in routes and one != path), "")
+    doubled = "; the base URL ends with /v1 already" if plain.startswith("/v1/v1/") else ""
+    return f"call {found}{doubled}" if found else ""
 
 
 def _is_anthropic(path: str) -> bool:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 from typer.testing import CliRunner
 
-from eyas.api.request import GenerationStats
 from eyas.cli.main import app
 from eyas.config import ServedModel, load
 from eyas.config.drafting import LOOKUPS, METHOD_FACTS
@@ -17,12 +17,14 @@ from eyas.config.router import RouterConfig
 from eyas.config.serving import DraftConfig
 from eyas.device.host import PHASE_PREFIX
 from eyas.drafters.registry import METHODS
-from eyas.engine.engine import EngineLoad, StepReport
+from eyas.engine.engine import EngineLoad
 from eyas.errors import CheckpointError, ConfigError
 from eyas.services.local.cluster import OWN_PAGES, Child, ServiceSettings, with_own_pages
 from eyas.services.local.preflight import check_settings
 from eyas.services.local.serve import phase, plan
 from eyas.services.verifier.load_log import LoadLog
+from eyas.telemetry import metrics
+from eyas.telemetry.metrics import counter
 
 TARGET = "models/demo/target"
 IDLE = EngineLoad(0, 0, 100)
@@ -128,18 +130,26 @@ def test_origins_of_pages_can_be_switched_off(tmp_path: Path) -> None:
 
 
 def test_the_line_about_load_is_silent_when_idle() -> None:
-    now = [0.0]
-    log = LoadLog(lambda: now[0])
+    now, registry = [0.0], CollectorRegistry()
+    requests, steps = (counter(each, registry) for each in (metrics.VERIFIER_REQUESTS, metrics.VERIFIER_VERIFY_STEPS))
+    tokens = counter(metrics.VERIFIER_GENERATED_TOKENS, registry)
+    log = LoadLog(registry, lambda: now[0])
     assert log.line(IDLE) == ""
     now[0] = 10.0
-    log.add(StepReport(ended=("a", "b")), GenerationStats(4, 20, 6, 10), 12)
-    log.add(StepReport(), GenerationStats(1, 0, 0, 1), 8)
+    requests.labels("OK").inc()
+    requests.labels("CANCELLED").inc()
+    tokens.inc(20)
+    steps.labels("tree").inc(4)
+    steps.labels("plain").inc()
+    counter(metrics.VERIFIER_VERIFY_STEP_TOKENS, registry).inc(11)
+    counter(metrics.VLLM_DRAFT_TOKENS, registry).labels("m").inc(20)
+    counter(metrics.VLLM_ACCEPTED_TOKENS, registry).labels("m").inc(6)
     expected = "2 requests done, 3 running, 1 waiting; 2.0 tokens/s, tau 2.20, 30% of the drafted tokens accepted"
     assert log.line(EngineLoad(3, 1, 100)) == expected
     now[0] = 20.0
     assert log.line(IDLE) == ""
     assert log.line(EngineLoad(1, 0, 100)).startswith("0 requests done, 1 running")
-    log.add(StepReport(), GenerationStats(1, 0, 0, 1), 1)
+    tokens.inc()
     assert "tau" not in log.line(IDLE)
 
 

@@ -151,11 +151,3 @@ async def test_ctrl_c_cancels_the_request(url: str) -> None:
             if process.returncode is None:
                 process.kill()
     assert (process.returncode, err.strip()) == (130, b"")
-
-
-async def test_models_lists_what_is_served(url: str) -> None:
-    async with worker(url, Script(TOKENS)), router(url) as address:
-        outcome = await eyas("models", "--address", address)
-    assert outcome.status == 0
-    assert "demo" in outcome.out
-    assert "2048" in outcome.out

@@ -10,8 +10,7 @@ from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from eyas.api.outputs import TextChunk
 from eyas.rpc.channel import open_channel
-from eyas.rpc.convert import generate_call_to_proto
-from eyas.rpc.messages import NO_DRAFTER, ROUND_TRIP_KEY, GenerateCall
+from eyas.rpc.messages import NO_DRAFTER, GenerateCall
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub
@@ -165,13 +164,6 @@ async def test_a_drafter_that_its_verifier_does_not_know_is_left_out(url: str) -
         assert tokens_of(await send(address, CALL)) == REST
         await send(address, replace(CALL, drafter="10.0.0.1:1"))
     assert [call.drafter for call in script.calls] == [drafter, ""] * 2, "clients name no drafters"
-
-
-async def test_the_verifiers_measurements_reach_the_client(url: str) -> None:
-    async with worker(url, Script(TOKENS)), router(url) as address, open_channel(address) as channel:
-        answers = GenerationStub(channel).Generate(generate_call_to_proto(CALL))
-        assert [message async for message in answers]
-        assert (ROUND_TRIP_KEY, "0.5") in list(await answers.trailing_metadata())
 
 
 async def test_the_requests_of_a_session_share_a_verifier(url: str) -> None:

@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
-from opentelemetry.proto.metrics.v1.metrics_pb2 import Metric
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 
@@ -40,7 +38,6 @@ class Collector:
     """What came in so far. Its own threads write, the test reads."""
 
     spans: list[Received] = field(default_factory=list)
-    metrics: dict[str, dict[str, Metric]] = field(default_factory=dict)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def trace(self, trace_id: str) -> list[Received]:
@@ -49,19 +46,11 @@ class Collector:
 
     def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
         with self.changed:
-            if isinstance(request, trace_service_pb2.ExportTraceServiceRequest):
-                for resource in request.resource_spans:
-                    service = plain(resource.resource.attributes)["service.name"]
-                    self.spans += [Received(service, span) for scope in resource.scope_spans for span in scope.spans]
-                reply = trace_service_pb2.ExportTraceServiceResponse()
-            else:
-                for resource in request.resource_metrics:
-                    service = plain(resource.resource.attributes)["service.name"]
-                    known = self.metrics.setdefault(service, {})
-                    known.update({metric.name: metric for scope in resource.scope_metrics for metric in scope.metrics})
-                reply = metrics_service_pb2.ExportMetricsServiceResponse()
+            for resource in request.resource_spans:
+                service = plain(resource.resource.attributes)["service.name"]
+                self.spans += [Received(service, span) for scope in resource.scope_spans for span in scope.spans]
             self.changed.notify_all()
-        return reply
+        return trace_service_pb2.ExportTraceServiceResponse()
 
 
 @contextmanager
@@ -70,7 +59,6 @@ def collecting(port: int) -> Iterator[Collector]:
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(4))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(collector, server)
     server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     try:

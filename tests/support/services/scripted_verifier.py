@@ -18,7 +18,7 @@ from eyas.config import RegistryConfig, RetryConfig, RouterConfig, ServerConfig
 from eyas.errors import UnknownDrafter
 from eyas.rpc.channel import Peers, open_channel
 from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto, text_chunk_from_proto
-from eyas.rpc.messages import ERROR_KEY, PARAM_KEY, RETRY_KEY, ROUND_TRIP_KEY, GenerateCall, Load, ModelInfo, Role
+from eyas.rpc.messages import ERROR_KEY, PARAM_KEY, RETRY_KEY, GenerateCall, Load, ModelInfo, Role
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server
@@ -136,7 +136,6 @@ class ScriptedVerifier(GenerationServicer):
             totals = Totals(first, last - first) if chunk.finish_reason else None
             await write(TextChunk(with_logprobs(call, chunk), totals=totals))
             await asyncio.sleep(0.002)
-        context.set_trailing_metadata(((ROUND_TRIP_KEY, "0.5"),))
 
     def _chunk(self, start: int, end: int, last: int) -> Chunk:
         tokens = tuple(self._script.tokens[start:end])

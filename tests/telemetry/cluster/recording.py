@@ -72,7 +72,6 @@ def watched(folder: Path) -> Iterator[Watched]:
     with pytest.MonkeyPatch.context() as patch, collecting(endpoint) as collector:
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{endpoint}")
         patch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test")
-        patch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "500")
         run = Watched(collector)
         with (
             forked_services(),

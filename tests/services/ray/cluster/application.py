@@ -44,7 +44,6 @@ ENVIRONMENT = {
     "RAY_raylet_start_wait_time_s": "150",
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_prestart_worker_first_driver": "0",
-    "OTEL_METRICS_EXPORTER": "none",
     "OTEL_BSP_SCHEDULE_DELAY": "1000",
 }
 START_SECONDS = 400.0

@@ -116,13 +116,13 @@ async def test_the_command_trusts_only_the_given_authority(tmp_path: Path) -> No
     ca, other = str(tmp_path / "ca.crt"), str(tmp_path / "other" / "ca.crt")
     async with grpc_server(tmp_path) as address:
         refused = [
-            await eyas(address, "models"),
-            await eyas(address, "models", "--tls"),
-            await eyas(address, "models", "--ca", other),
-            await eyas(address, "models", "--ca", ca, "--tls-name", "elsewhere"),
+            await eyas(address, "generate", "Hello"),
+            await eyas(address, "generate", "Hello", "--tls"),
+            await eyas(address, "generate", "Hello", "--ca", other),
+            await eyas(address, "generate", "Hello", "--ca", ca, "--tls-name", "elsewhere"),
         ]
-        missing = await eyas(address, "models", "--ca", str(tmp_path / "missing"))
-        plainly = await eyas(address, "models", "--tls-name", NAME)
+        missing = await eyas(address, "generate", "Hello", "--ca", str(tmp_path / "missing"))
+        plainly = await eyas(address, "generate", "Hello", "--tls-name", NAME)
     assert [result.exit_code for result in refused] == [1] * 4
     assert all(result.stderr.startswith("error: UNAVAILABLE: ") for result in refused)
     assert missing.stderr.startswith(f"error: the client's certificates cannot be used: {tmp_path}")
