@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, aclosing, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal, NamedTuple, Self, cast
 
 from eyas.api.outputs import OutputBuilder, RequestOutput, TextChunk, TextDecoder
@@ -21,6 +21,7 @@ from eyas.config import (
     HeadValidation,
     MethodsConfig,
     ServedModel,
+    SpecialTokensInContent,
     TreeConfig,
 )
 from eyas.config.checks import one_of
@@ -37,6 +38,7 @@ from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.parallel.workers import RankInfo
 from eyas.progress import progress
 from eyas.text.chat_template import ChatTemplate, load_template, special_tokens
+from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 Message = Mapping[str, Any]
@@ -207,6 +209,7 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        special_tokens_in_content: SpecialTokensInContent = "token",
     ) -> list[RequestOutput]:
         """Generate the assistant's next message of a conversation, or of each of several.
 
@@ -215,9 +218,10 @@ class LLM:
 
         Args:
             chat_template: text of a Jinja template instead of the model's.
+            special_tokens_in_content: "text" keeps names of special tokens in messages from becoming such tokens.
         """
         variables = {"add_generation_prompt": add_generation_prompt, "tools": tools} | dict(chat_template_kwargs or {})
-        prompts = self.chat_prompts(messages, chat_template, **variables)
+        prompts = self.chat_prompts(messages, chat_template, special_tokens_in_content, **variables)
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(
@@ -239,15 +243,21 @@ class LLM:
         for output in self._run(self._submit([prompt], sampling_params, draft=True)):
             yield from output.take()
 
+    @cached_property
+    def _content_text(self) -> ContentText:
+        return ContentText(self._tokenizer)
+
     def chat_prompts(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         chat_template: str | None = None,
+        special_tokens_in_content: SpecialTokensInContent = "token",
         **variables: Any,
     ) -> list[Prompt]:
         """Render conversations with the chat template, as prompts for `generate` and `stream`. Raises as `chat`.
 
         Args:
+            special_tokens_in_content: as of `chat`.
             variables: for the template, such as enable_thinking.
         """
         is_one = bool(messages) and isinstance(messages[0], Mapping)
@@ -258,6 +268,13 @@ class LLM:
             template = ChatTemplate(chat_template, special_tokens(self._served.tokenizer), self._served.name)
         if template is None:
             raise ConfigError(f"{self._served.name} has no chat template; give LLM a file with one as chat_template")
+        one_of(SpecialTokensInContent, special_tokens_in_content=special_tokens_in_content)
+        if special_tokens_in_content == "text":
+            contents = self._content_text
+            texts = [template.render(conversation, variables, False, contents.mark) for conversation in conversations]
+            return [
+                {"prompt": contents.plain(text), "prompt_token_ids": contents.encode(text, sys.maxsize)} for text in texts
+            ]
         texts = [template.render(conversation, variables) for conversation in conversations]
         return [{"prompt": text, "prompt_token_ids": self._tokenizer.encode_rendered(text)} for text in texts]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 import typer
 
-from eyas.config import TreeConfig
+from eyas.config import SpecialTokensInContent, TreeConfig
 from eyas.config.engine import EngineConfig, HeadValidation
 from eyas.config.router import ReasoningParser, ToolCallParser
 from eyas.config.serving import DraftPlacement, GenerationDefaults
@@ -40,6 +40,7 @@ SERVICE_KEYS: Mapping[str, tuple[str, ...]] = {
     "chat_template": ("router.models.0.chat_template",),
     "tool_call_parser": ("router.models.0.tool_call_parser",),
     "reasoning_parser": ("router.models.0.reasoning_parser",),
+    "special_tokens_in_content": ("router.models.0.special_tokens_in_content",),
 }
 # The same options where a model runs in this process: the arguments of `LLM` have their names.
 LLM_ARGUMENTS = (
@@ -255,6 +256,13 @@ SamplingDefaults = Annotated[
     str,
     typer.Option(
         help=f"Sampling defaults: {_names(GenerationDefaults)}; auto takes those of generation_config.json, the others none."
+    ),
+]
+SpecialTokens = Annotated[
+    str,
+    typer.Option(
+        help=f"What names of special tokens in messages become: {_names(SpecialTokensInContent)}, which are the tokens "
+        "themselves and ordinary text."
     ),
 ]
 ApiKey = Annotated[str, typer.Option(envvar="EYAS_API_KEY", help="API key, if the server requires one.")]

@@ -32,6 +32,7 @@ from eyas.config.router import RetryConfig as RetryConfig
 from eyas.config.router import RouterConfig as RouterConfig
 from eyas.config.router import RoutingConfig as RoutingConfig
 from eyas.config.router import ServedModel as ServedModel
+from eyas.config.router import SpecialTokensInContent as SpecialTokensInContent
 from eyas.config.router import TlsConfig as TlsConfig
 from eyas.config.serving import DiscoveryConfig as DiscoveryConfig
 from eyas.config.serving import DiscoveryKind as DiscoveryKind

@@ -36,6 +36,7 @@ ReasoningParserName = Literal["deepseek_r1", "qwen3", "mistral", "openai_gptoss"
 
 ToolCallParser = Literal["auto", "none", ToolParserName]
 ReasoningParser = Literal["auto", "none", ReasoningParserName]
+SpecialTokensInContent = Literal["token", "text"]
 UnknownFields = Literal["refuse", "ignore"]
 
 
@@ -50,6 +51,8 @@ class ServedModel:
         chat_template: file with a Jinja chat template; empty takes the tokenizer's own, if it has one.
         tool_call_parser: how the model writes calls of tools; auto finds it in the chat template, none reads no calls.
         reasoning_parser: how it writes reasoning; auto and none likewise.
+        special_tokens_in_content: whether a name of a special token in the messages of a chat becomes this token ("token",
+            as in vLLM) or ordinary text ("text").
     """
 
     name: str
@@ -57,6 +60,7 @@ class ServedModel:
     chat_template: str = ""
     tool_call_parser: ToolCallParser = "auto"
     reasoning_parser: ReasoningParser = "auto"
+    special_tokens_in_content: SpecialTokensInContent = "token"
     aliases: tuple[str, ...] = ()
 
 

@@ -11,7 +11,7 @@ import logging
 import re
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import islice, takewhile
@@ -82,6 +82,7 @@ class ChatTemplate:
         messages: Messages,
         extra: Mapping[str, Any],
         continues_last: bool = False,
+        marked: Callable[[Any], Any] = lambda value: value,
     ) -> str:
         """Return the prompt for the assistant's next message.
 
@@ -91,6 +92,7 @@ class ChatTemplate:
             messages: in OpenAI's form. They are rewritten where the template cannot show them as they are.
             extra: more variables, such as enable_thinking.
             continues_last: end with the content of the last message, which the assistant is to continue.
+            marked: changes the values that the template gets, see `ContentText.mark`.
         """
         if extra.get("documents") and not self._has_documents:
             raise InvalidRequest("the model's chat template shows no documents; put them into a message", "documents")
@@ -100,6 +102,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"messages must have OpenAI's form; reading them fails with {error!r}", "messages"
             ) from error
+        normal, extra = marked(normal), marked(extra)
         if not continues_last:
             return self._text(self._fitting(normal), extra)
         content, mark = normal[-1]["content"], secrets.token_hex(16)

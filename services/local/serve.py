@@ -97,6 +97,7 @@ def serve(
     chat_template: options.Template = "",
     tool_call_parser: options.ToolParser = "auto",
     reasoning_parser: options.ThinkingParser = "auto",
+    special_tokens_in_content: options.SpecialTokens = "token",
     generation_config: options.SamplingDefaults = "auto",
     api_key: Keys = None,
     host: Host = "127.0.0.1",

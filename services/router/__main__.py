@@ -27,6 +27,7 @@ from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.telemetry.exporters import telemetry
 from eyas.text.chat_template import load_template
+from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import load_tokenizer
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
@@ -63,6 +64,8 @@ async def build_router(
         raise ConfigError("models is empty; name at least one model and its tokenizer")
     tokenizers = {model.name: load_tokenizer(model.tokenizer) for model in config.models}
     templates = {model.name: load_template(model) for model in config.models}
+    as_text = [model.name for model in config.models if model.special_tokens_in_content == "text"]
+    contents = {name: ContentText(tokenizers[name]) for name in as_text}
     aliases = {alias: model.name for model in config.models for alias in model.aliases}
     with telemetry(config.telemetry, "router") as exporters:
         traces, peers = RouterTelemetry(exporters), Peers(config.peers)
@@ -71,7 +74,7 @@ async def build_router(
         traces.watch(discovery.known)
         workers = WorkerPool(discovery, config, peers)
         dispatcher = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, traces, config.retry)
-        service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces, aliases)
+        service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces, contents, aliases)
         interval_s = config.registry.heartbeat_interval_s / 4
         needs_verifier = not config.ready_without_verifiers
         readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry, needs_verifier)

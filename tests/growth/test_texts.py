@@ -12,6 +12,7 @@ from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies.base import MAX_OBJECTS, parse_body
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody, invalid_body
 from eyas.text.chat_template import ChatTemplate
+from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import TextStream, load_tokenizer
 from tests.growth.growth import Reader, check_growth, label, pairs
 
@@ -93,7 +94,16 @@ def stream_of(n: int) -> TextStream:
     return TextStream(TOKENIZER, ["a" * (n - 1) + "b"] * 128)
 
 
+CONTENTS = ContentText(TOKENIZER)
+NAMED: dict[str, Any] = {
+    **{name: TEXTS[name] for name in ("letters", "space", "special", "brackets")},
+    "beginnings": lambda n: "<|bo" * (n // 4),
+}
+
+
 READERS = (
+    Reader("ContentText.mark", CONTENTS.mark, NAMED | {"list": lambda n: ["<|bos|>"] * (n // 8)}, 2**18),
+    Reader("ContentText.encode", lambda text: CONTENTS.encode(text, 2**30), NAMED, 2**17),
     Reader("TextStream.push", partial(push_all, STOPS), {"a": lambda n: n}, 2**11),
     Reader("TextStream.push, one token", lambda stream: stream.push(A), {"long stop": stream_of}, 1024, on_loop=True),
     Reader("Tokenizer.specials_in", TOKENIZER.specials_in, {"long": lambda n: ["<|bos|>a" * 128] * (n // 1024)}, 2**17),

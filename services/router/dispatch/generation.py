@@ -21,6 +21,7 @@ from eyas.services.router.client_threads import ClientThreads
 from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, no_verifier
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.telemetry import RequestSpan, RouterTelemetry
+from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import TextStream, Tokenizer
 
 # Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
@@ -47,6 +48,7 @@ class GenerationService:
     request_timeout_s: the longest duration of a request. threads: for the work that clients' texts cause.
 
     Args:
+        contents: of the models in whose chats names of special tokens are text.
         aliases: the model of each alias.
     """
 
@@ -57,9 +59,11 @@ class GenerationService:
         dispatcher: Dispatcher,
         request_timeout_s: float,
         telemetry: RouterTelemetry,
+        contents: Mapping[str, ContentText] = MappingProxyType({}),
         aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._aliases = aliases
+        self.contents = contents
         self._telemetry = telemetry
         self._tokenizers = tokenizers
         self._workers = workers

@@ -42,6 +42,7 @@ from eyas.telemetry.logging import escaped
 from eyas.telemetry.tracing import trace_pairs
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.chat_template import ChatTemplate
+from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 1024
@@ -191,7 +192,10 @@ class GenerationEndpoints:
             self.service.tokenizer(info.name).check_length(
                 sum(len(message.content) for message in body.messages), info.max_model_len
             )
-            text = await self._run(request, _render, template, body)
+            contents = self.service.contents.get(info.name)
+            text = await self._run(request, _render, template, body, contents)
+            if contents:
+                return await self._run(request, contents.encode, text, info.max_model_len, not body.add_special_tokens)
             return await self.service.encode(info, text, request.state.caller, is_rendered=not body.add_special_tokens)
 
     async def _chat_call(self, body: ChatBody, info: ModelInfo, request: Request) -> GenerateCall:
@@ -258,10 +262,11 @@ def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Resp
     return BlockResponse(json_blocks(answer), headers, "application/json")
 
 
-def _render(template: ChatTemplate, body: ChatBody) -> str:
-    """Return a chat as text."""
+def _render(template: ChatTemplate, body: ChatBody, contents: ContentText | None) -> str:
+    """Return a chat as text. contents: marks names of special tokens in it."""
     messages = [message.template_value for message in body.messages]
-    return template.render(messages, body.template_variables, body.continue_final_message)
+    marked = contents.mark if contents else lambda value: value
+    return template.render(messages, body.template_variables, body.continue_final_message, marked)
 
 
 def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateCall:

@@ -39,6 +39,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "chat_template": ("file", "other"),
     "tool_call_parser": ("none", "auto"),
     "reasoning_parser": ("none", "auto"),
+    "special_tokens_in_content": ("text", "token"),
 }
 # Of --tokenizer, and of MODEL without it.
 TOKENIZER = "router.models.0.tokenizer"
