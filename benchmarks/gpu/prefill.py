@@ -17,6 +17,7 @@ from benchmarks.gpu.steps import make_target, weight_bytes
 from eyas.bench.report import Table, number
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
+from eyas.kernels.arguments import AttentionRule
 from eyas.models.backends.base import ForwardBackend
 from eyas.models.backends.cuda import KernelBackend, build_backend, plan_backend
 from eyas.models.inputs import Segment
@@ -80,7 +81,7 @@ def measure_chunk(
     query = torch.randn(rows, heads, width, dtype=half, device=target.device)
     keys, values = kv_cache.keys[0], kv_cache.values[0]
     whole = median_ms(lambda: backend.forward(packed, kv_cache).logits.argmax(-1).tolist(), target.device, scale.repeats)
-    works = [partial(attend, query, keys, values, inputs, width**-0.5) for inputs in ways]
+    works = [partial(attend, query, keys, values, inputs, AttentionRule(width**-0.5)) for inputs in ways]
     kernel, library = (median_ms(work, target.device, scale.repeats) for work in works)
     moved, operations = attention_work(rows, cached, heads, num_kv, width, half.itemsize)
     layers, weights = len(target.kv_shapes), weight_bytes(target)
