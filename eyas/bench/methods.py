@@ -19,10 +19,9 @@ from eyas.config.checks import require
 from eyas.device.placement import use_threads
 from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.draft_head import DraftHead
-from eyas.engine.build import assemble_engine
+from eyas.engine.build import assemble_engine, load_model
 from eyas.errors import MissingPackage
 from eyas.models.checkpoint import pass_dtype
-from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.progress import Progress
 
@@ -130,14 +129,15 @@ class MethodsResults:
 
 def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     """Run every method on every prompt. Raises EyasError for models and prompts that cannot be used."""
-    passes = pass_dtype(settings.model, settings.dtype, settings.device, EngineConfig())
+    engine = EngineConfig(quantization=settings.quantization)
+    passes = pass_dtype(settings.model, settings.dtype, settings.device, engine)
     use_threads(settings.threads, (settings.device, passes))
     progress.show("loading models")
     prompts = load_tasks(settings)
     tasks, batches = [prompt.task for prompt in prompts], [[prompt.token_ids] for prompt in prompts]
     longest = max(len(prompt.token_ids) for prompt in prompts)
     max_kv_tokens = longest + settings.max_tokens + settings.tree.num_draft_tokens + 64
-    target = load_target(settings.model, settings.dtype, settings.device, passes=passes)
+    target = load_model(settings.model, None, settings.dtype, settings.device, engine)
     build = partial(_contender, settings, target, max_kv_tokens)
     timed = {PLAIN: build()} | {spec.name: build(spec) for spec in settings.methods}
     greedy = _generate_contenders(settings, target.device)

@@ -112,6 +112,7 @@ class MethodsSettings(BenchSettings):
         draft_budget: fixed grows the whole tree in each step; adaptive leaves out what does not pay, as serving does.
         processor_time: count the seconds that processors work, not those that pass. For busy machines without a GPU.
         generates: also measure transformers' `generate`, alone and with its prompt lookup.
+        quantization: see `EngineConfig`; it is not transformers'.
     """
 
     model: str
@@ -122,6 +123,7 @@ class MethodsSettings(BenchSettings):
     draft_budget: DraftBudgetPolicy = "fixed"
     processor_time: bool = False
     generates: bool = True
+    quantization: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -192,6 +192,7 @@ def methods(
     num_steps: NumSteps = TreeConfig.num_steps,
     top_k: TopK = TreeConfig.top_k,
     dtype: options.Dtype = "auto",
+    quantization: options.Quantization = "",
     device: options.Device = "auto",
     threads: Threads = 0,
     out: Out = RESULTS,
@@ -210,6 +211,7 @@ def methods(
         max_tokens=max_tokens,
         tree=TreeConfig(num_draft_tokens, num_steps, top_k),
         dtype=cast(Dtype, dtype),
+        quantization=quantization,
         device=device,
         threads=threads,
     )

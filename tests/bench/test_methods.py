@@ -185,3 +185,5 @@ def test_a_table_may_be_of_the_methods_alone(tmp_path: Path, tiny_target: str, t
     assert all(score["identical"]["num_identical"] == 1 for score in scores)
     result = CliRunner().invoke(app, ["bench", "methods", *given, "--assistant", "small"])
     assert "assistant is small, for transformers' generate, which is not to run" in f"{result.exception}{result.output}"
+    result = CliRunner().invoke(app, ["bench", "methods", *given, "--quantization", "awq"])
+    assert "take a checkpoint quantised by awq" in f"{result.exception}{result.output}"
