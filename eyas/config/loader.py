@@ -90,7 +90,7 @@ def masked(text: str) -> str:
     scheme, found, rest = text.partition("://")
     if not found:
         return text
-    rest = re.sub(r"(?<=[?&])((?:username|password)=)[^&]*", r"\1***", rest)
+    rest = re.sub(r"(?<=[?&])((?:\w+_)?(?:username|password)=)[^&]*", r"\1***", rest)
     return f"{scheme}://***@{rest.rpartition('@')[2]}" if "@" in rest else f"{scheme}://{rest}"
 
 

@@ -81,13 +81,15 @@ class RouterServicer(GenerationServicer):
 
 
 async def _with_trailers(chunks: ReadyChunks, access: Access, context: Any) -> ReadyChunks:
-    """Yield the chunks of a call whose trailing metadata says what is left of the quota, from the first chunk on.
-
-    A replica of Ray sends it with the chunks.
+    """Yield the chunks of a call whose trailing metadata says what is left of the quota: at the first chunk, for replicas of
+    Ray send it with the chunks, and with each chunk that ends an answer.
     """
+    is_first = True
     async with aclosing(chunks):
         async for ready in chunks:
-            context.set_trailing_metadata(list(access.headers.items()))
+            if is_first or any(chunk.chunk.finish_reason for chunk in ready):
+                context.set_trailing_metadata(list(access.headers.items()))
+            is_first = False
             yield ready
 
 

@@ -47,14 +47,16 @@ class LoadLog:
             name = f"{metric.family}_total"
             return self._counted[name] - before[name]
 
-        num_ended = new(metrics.VERIFIER_REQUESTS)
+        num_ended = new(metrics.VERIFIER_REQUESTS) - new(metrics.VERIFIER_REJECTED_REQUESTS)
         num_tokens = new(metrics.VERIFIER_GENERATED_TOKENS)
         if not (num_tokens or num_ended or load.num_running or load.num_waiting):
             return ""
         text = f"{num_ended} requests done, {load.num_running} running, {load.num_waiting} waiting; "
         text += f"{num_tokens / seconds:.1f} tokens/s"
-        if num_drafted := new(metrics.VLLM_DRAFT_TOKENS):
-            tau = new(metrics.VERIFIER_VERIFY_STEP_TOKENS) / new(metrics.VERIFIER_VERIFY_STEPS)
+        num_steps = new(metrics.VERIFIER_VERIFY_STEPS)
+        # Counters are read one by one, so some of a step may come without the others.
+        if (num_drafted := new(metrics.VLLM_DRAFT_TOKENS)) and num_steps:
+            tau = new(metrics.VERIFIER_VERIFY_STEP_TOKENS) / num_steps
             share = new(metrics.VLLM_ACCEPTED_TOKENS) / num_drafted
             text += f", tau {tau:.2f}, {share:.0%} of the drafted tokens accepted"
         return text

@@ -88,7 +88,9 @@ def main(
 
         def update(seconds: float, counts: Counts, injector: Injector) -> None:
             killed = injector.verifier_kills.done, injector.drafter_kills.done
-            note = f"{counts.num_requests} requests, {counts.num_tokens} tokens; {counts.mismatch}, "
+            wrong = counts.mismatch
+            note = f"{counts.num_requests} requests, {counts.num_tokens} tokens; {wrong.num_wrong} tokens wrong, "
+            note += f"{wrong.num_lost} lost, {wrong.num_doubled} doubled, "
             note += f"failed {counts.failures.total()}; killed {killed[0]} verifiers and {killed[1]} drafters; seconds"
             shown.show(note, seconds, 60 * minutes if verifier_kills is drafter_kills is None else 0.0)
 

@@ -1,7 +1,6 @@
 """`python -m tests.fuzz`: malformed messages over every gRPC method and HTTP route; writes a dated report."""
 
 import asyncio
-import os
 import shutil
 import sys
 import tempfile
@@ -14,7 +13,6 @@ from eyas.bench.report import Report, Table, number
 from eyas.progress import progress
 from tests.fuzz.servers import running_services
 from tests.fuzz.storm import FuzzResult, FuzzSettings, storm
-from tests.support.memory import FEW_PRODUCTS
 
 
 def broken_promises(result: FuzzResult) -> list[str]:
@@ -41,7 +39,6 @@ def main(
 
     Ctrl-C ends it early, with a report of what was sent.
     """
-    os.environ |= FEW_PRODUCTS  # read by the services
     settings = FuzzSettings(messages, at_once, seed, only)
     folder = Path(tempfile.mkdtemp(prefix="eyas-fuzz-"))
     with progress() as shown, running_services(folder) as services:

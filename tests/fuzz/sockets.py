@@ -1,4 +1,4 @@
-"""Malformed bytes on sockets: HTTP/1.1 requests, and HTTP/2 frames below gRPC."""
+"""Malformed HTTP/1.1 requests on sockets, and HTTP/2 frames."""
 
 import asyncio
 import re

@@ -33,6 +33,7 @@ def test_a_bad_url_is_refused_with_an_example(url: str) -> None:
 
 def test_passwords_in_urls_are_masked() -> None:
     assert masked("rediss://user:secret@host:1/0?password=hidden") == "rediss://***@host:1/0?password=***"
+    assert masked("redis://host?sentinel_password=hidden&db=1") == "redis://host?sentinel_password=***&db=1"
 
 
 def test_an_empty_prefix_is_refused() -> None:

@@ -142,7 +142,8 @@ def test_the_line_about_load_is_silent_when_idle() -> None:
     steps.labels("tree").inc(4)
     steps.labels("plain").inc()
     counter(metrics.VERIFIER_VERIFY_STEP_TOKENS, registry).inc(11)
-    counter(metrics.VLLM_DRAFT_TOKENS, registry).labels("m").inc(20)
+    drafted = counter(metrics.VLLM_DRAFT_TOKENS, registry).labels("m")
+    drafted.inc(20)
     counter(metrics.VLLM_ACCEPTED_TOKENS, registry).labels("m").inc(6)
     expected = "2 requests done, 3 running, 1 waiting; 2.0 tokens/s, tau 2.20, 30% of the drafted tokens accepted"
     assert log.line(EngineLoad(3, 1, 100)) == expected
@@ -150,7 +151,11 @@ def test_the_line_about_load_is_silent_when_idle() -> None:
     assert log.line(IDLE) == ""
     assert log.line(EngineLoad(1, 0, 100)).startswith("0 requests done, 1 running")
     tokens.inc()
+    drafted.inc(20)  # of a step that is not counted yet
     assert "tau" not in log.line(IDLE)
+    requests.labels("RESOURCE_EXHAUSTED").inc()
+    counter(metrics.VERIFIER_REJECTED_REQUESTS, registry).labels("RESOURCE_EXHAUSTED").inc()
+    assert log.line(IDLE) == "", "refused requests are not done"
 
 
 def test_the_demo_is_checked_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
