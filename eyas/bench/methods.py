@@ -172,7 +172,10 @@ def _contender(
         tree = head.resolve_tree(tree)
     own_target = target.with_features(fuser.aux_hidden_state_layers if fuser else ())
     budget = settings.draft_budget
-    config = EngineConfig(max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False, draft_budget=budget)
+    config = EngineConfig(
+        max_kv_tokens=max_kv_tokens, max_num_seqs=1, prefix_cache=False, draft_budget=budget,
+        quantization=settings.quantization,
+    )  # fmt: skip
     engine = assemble_engine(own_target, fuser, config, tree, drafter)
     return EngineContender(engine, target.device, drafter, _clock(settings, target.device))
 

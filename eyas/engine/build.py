@@ -30,12 +30,13 @@ from eyas.errors import ConfigError
 from eyas.kernels.by_device import sampling_kernels
 from eyas.kernels.choice import tree_kernels
 from eyas.models.backends.base import BackendPlan, ForwardBackend
-from eyas.models.backends.cpu import share_layers
+from eyas.models.backends.cpu import round_rows, share_layers
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
 from eyas.models.backends.pass_memory import reserved_bytes
 from eyas.models.checkpoint import CheckpointSource, context_length, open_checkpoint, pass_dtype
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.layers.attention import kv_sources
+from eyas.models.layers.fused import is_batch_invariant
 from eyas.models.loading import check_tensor_parallel, load_target
 from eyas.models.parallel.commands import InitKVCache
 from eyas.models.parallel.shards import Shard
@@ -105,6 +106,8 @@ def assemble_engine(
     width = slot_width(fuser, has_gpu(engine, target.device))
     target.set_kv_cache_dtype(engine.kv_cache_dtype)
     share_layers(target.model, engine.layer_threads, target.kv_dtype is not None)
+    if engine.quantization == INT8 and target.kv_dtype is None and is_batch_invariant(target.model):
+        round_rows(target.model)
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype, kv_sources(target.config))
     max_model_len = context_length(target.config, engine.max_model_len, target.name_or_path)
     drafted_tree = tree if drafter else ROOT_ONLY

@@ -22,6 +22,7 @@ from eyas.cache.kv_cache import KV_CACHE_DTYPES
 from eyas.config import DraftingConfig, EngineConfig, VerifierConfig
 from eyas.config.engine import INT8
 from eyas.device.placement import runs_compiled, use_threads
+from eyas.device.processor import adds_products_of_bytes
 from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.async_engine import AsyncEngine
@@ -154,6 +155,7 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
         *([] if device == "cuda" else [device, *kernels]),
         *([] if passes == config.dtype else [f"passes in {passes}"]),
         *([] if engine.quantization != INT8 else [INT8]),
+        *(["rows in 8 bits"] if engine.quantization == INT8 and adds_products_of_bytes() else []),
         *([] if engine.tensor_parallel_size == 1 else [f"{engine.tensor_parallel_size} ranks"]),
         *([] if pattern == EngineConfig.json_whitespace_pattern else [f"JSON whitespace {pattern!r}"]),
     )

@@ -119,6 +119,7 @@ def test_trees_follow_the_accepted_path(paths: list[tuple[int, ...]], target: Ta
         before = list(sequence.tokens)
         check_nodes(sequence.tree(path), folder, before)
     sequence.tokens += [9, 11]
+    # States of several trees have been rounded one after the other.
     torch.testing.assert_close(sequence.prompt(2), expected(folder, sequence.tokens)[-2:], atol=1e-3, rtol=1e-4)
 
 

@@ -173,8 +173,8 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
     rows = re.findall(r"= ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d,]+) \|", page)
     assert len(rows) == 3
     sizes = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3)
-    tiling = Tiling(4, 8, 132, library_rows=256, longest=131072)
-    reserved = graph_bytes(sizes, 1024, 32, tiling) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, tiling)
+    tiling = Tiling(4, 8, 132, library_rows=256)
+    reserved = graph_bytes(sizes, 1024, 32, tiling) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, tiling, 131072)
     reserved += WORKSPACES + 4 * 32 * 131072  # slot tables
     assert f"subtracts {reserved / 2**30:.1f} GiB" in page
     for length, text in ((131072, "is up to {:.1f} GiB"), (32768, "{:.1f} GiB with\n`engine.max_model_len: 32768`")):

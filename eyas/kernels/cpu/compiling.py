@@ -48,6 +48,6 @@ def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:
 
                 fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder or not any(Path(folder).glob(f"{name}.*.nbi")):
-            log.info("compiling kernels for this processor, about half a minute")
+            log.info("compiling kernels for this processor, up to a minute")
         for kernel, types in kernels.items():
             kernel.compile(types)

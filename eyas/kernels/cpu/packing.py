@@ -7,9 +7,9 @@ Legend: N outputs, K inputs, B blocks of BLOCK_OUTPUTS outputs.
 from __future__ import annotations
 
 import numpy as np
-from numba import boolean, float32, int64, uint8, uint16, uint32
+from numba import boolean, float32, int8, int64, uint16, uint32
 
-from eyas.kernels.arguments import BLOCK_OUTPUTS, GROUP_INPUTS, QUAD_INPUTS
+from eyas.kernels.arguments import BLOCK_OUTPUTS, GROUP_INPUTS
 from eyas.kernels.cpu.compiling import compile_all, kernel
 
 # Exponent fields of 1.0 in float32 and in float16, and the first of float16 that means no number.
@@ -72,7 +72,7 @@ def _narrow(bits, exponent, out):
 
 
 @kernel(error_model="numpy")
-def narrow_groups(weight, is_exact, in_quads, out, scales):
+def narrow_groups(weight, is_exact, out, scales):
     """Write a weight as blocks of 8-bit integers with a scale for each GROUP_INPUTS inputs of an output.
 
     Returns False, with `out` unfinished, if that changes a number and is_exact is set, and for numbers that are not finite.
@@ -80,18 +80,15 @@ def narrow_groups(weight, is_exact, in_quads, out, scales):
     Args:
         weight: float32 [N, K], N at most B * BLOCK_OUTPUTS.
         is_exact: whether integers times scales must be the same numbers, else the nearest ones of LARGEST_BYTE steps.
-        in_quads: whether 128 is added to integers, and QUAD_INPUTS of an output lie side by side.
-        out: groups [B, G, (GROUP_INPUTS + SCALE_INPUTS) * BLOCK_OUTPUTS], each integers by input or quad of inputs, and
-            then scales. Zeros fill the last ones up.
+        out: groups [B, G, (GROUP_INPUTS + SCALE_INPUTS) * BLOCK_OUTPUTS], each integers by input, and then scales. Zeros
+            fill the last ones up.
         scales: the same memory as float32.
     """
     num_outputs = len(weight)
     first_scale = GROUP_INPUTS * BLOCK_OUTPUTS // 4
-    size, zero = (QUAD_INPUTS, np.uint8(128)) if in_quads else (1, np.uint8(0))
     for block in range(out.shape[0]):
         for group in range(out.shape[1]):
-            out[block, group] = zero
-            scales[block, group, first_scale:] = 0
+            out[block, group] = 0
             start = group * GROUP_INPUTS
             for output in range(min(BLOCK_OUTPUTS, num_outputs - block * BLOCK_OUTPUTS)):
                 row = weight[block * BLOCK_OUTPUTS + output]
@@ -113,8 +110,7 @@ def narrow_groups(weight, is_exact, in_quads, out, scales):
                 scales[block, group, first_scale + output] = scale
                 if scale > 0:
                     for i in range(len(numbers)):
-                        at = (i // size * BLOCK_OUTPUTS + output) * size + i % size
-                        out[block, group, at] = np.uint8(np.int8(np.rint(numbers[i] / scale))) ^ zero
+                        out[block, group, i * BLOCK_OUTPUTS + output] = np.int8(np.rint(numbers[i] / scale))
     return True
 
 
@@ -161,6 +157,6 @@ def _largest(numbers):
 
 def compile_kernels() -> None:
     """Compile the kernels of packing, once for each installation; other processes and later ones load the result."""
-    groups = (float32[:, ::1], boolean, boolean, uint8[:, :, ::1], float32[:, :, ::1])
+    groups = (float32[:, ::1], boolean, int8[:, :, ::1], float32[:, :, ::1])
     compile_all({narrow_blocks: (uint16[:, ::1], int64, uint16[:, :, ::1]), narrow_groups: groups})
     narrow_blocks.compile((uint32[:, ::1], int64, uint16[:, :, ::1]))

@@ -165,8 +165,8 @@ class _Tile:
     @classmethod
     def take(cls, typing, rows, first, num_left, num_inputs, right, start, count, out):
         """Return an intrinsic that multiplies rows from `first` on by `count` blocks from `start` on. It returns how many
-        rows it
-        takes: a tile's."""
+        rows it takes: a tile's.
+        """
         signature = types.int64(rows, first, num_left, num_inputs, right, start, count, out)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:

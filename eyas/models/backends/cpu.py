@@ -17,6 +17,7 @@ from eyas.arrays import Floats, Ints
 from eyas.cache.kv_cache import KVCache
 from eyas.device.host import num_cores
 from eyas.device.placement import runs_compiled
+from eyas.device.processor import adds_products_of_bytes
 from eyas.errors import install_command
 from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, AttentionRule, KeptStates, RowKeys
 from eyas.models.backends.packed_weights import (
@@ -26,6 +27,7 @@ from eyas.models.backends.packed_weights import (
     PackedLinear,
     PackedProduct,
     Product,
+    packed_weight,
 )
 from eyas.models.inputs import PackedInputs, Segments
 
@@ -95,7 +97,20 @@ class CpuDecoder:
     @cached_property
     def stack(self) -> CpuStack | None:
         """The layers as one kernel runs them, so that threads can share them; None where it cannot."""
+        return self._make_stack()
+
+    def _make_stack(self) -> CpuStack | None:
         return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
+
+    def round_rows(self) -> None:
+        """Have rows rounded to 8 bits when they are multiplied by integers, see `PackedWeight.round_rows`.
+
+        Rows here do not depend on each other, so that rounding hides no difference: elsewhere one in a last bit would grow.
+        """
+        for module in (*self._decoder.modules(), self._head):
+            if weight := packed_weight(module):
+                weight.round_rows()
+        self.stack = self._make_stack()
 
     def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
         """Run the layers one by one, each with the hooks of its module."""
@@ -139,14 +154,26 @@ def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: T
         hook(module, (state[None],), *(output[None] for output in outputs))
 
 
+def round_rows(model: Any) -> None:
+    """Have layers round rows to 8 bits where the processor gains by it, and compiled kernels run the model's passes."""
+    decoder = _decoder_of(model)
+    if decoder is not None and adds_products_of_bytes():
+        decoder.round_rows()
+
+
+def _decoder_of(model: Any) -> CpuDecoder | None:
+    """Return the decoder of a model that kernels of the CPU run; None for another one."""
+    found = getattr(model.get_decoder().forward, "__self__", None)
+    return found if isinstance(found, CpuDecoder) and runs_compiled(model.device) else None
+
+
 def share_layers(model: Any, num_threads: int, is_narrow: bool = False) -> None:
     """Have threads share the layers and the output head of passes that kernels of the CPU run; others stay as they are.
 
     At most as many threads as cores: one without a core would delay the others. What is not shared is logged. is_narrow:
     whether keys and values have 8 bits.
     """
-    found, most = getattr(model.get_decoder().forward, "__self__", None), num_cores()
-    decoder = found if isinstance(found, CpuDecoder) and runs_compiled(model.device) else None
+    decoder, most = _decoder_of(model), num_cores()
     if decoder is not None:
         decoder.share(min(num_threads, most))
     if num_threads > 1 and (reason := _why_not_shared(decoder, is_narrow, model.device)):

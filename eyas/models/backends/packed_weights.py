@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from eyas.device.host import has_numba, keep_freed_memory
 from eyas.device.memory import to_huge_pages
 from eyas.device.placement import runs_compiled
-from eyas.device.processor import adds_products_of_bytes, converts_halves, is_intel, multiplies_and_adds, multiplies_halves
+from eyas.device.processor import converts_halves, is_intel, multiplies_and_adds, multiplies_halves
 from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, DOTS, FLOATS, GROUP_INPUTS, HALVES, QUAD_INPUTS, SCALE_INPUTS
 
 if TYPE_CHECKING:
@@ -35,6 +35,8 @@ Product = Callable[[Tensor], Tensor]
 PACKED_ROWS = 8
 # Numbers of a weight that are laid out at a time.
 PART_ELEMENTS = 1 << 16
+# Blocks of a weight whose integers are moved at a time.
+PART_BLOCKS = 256
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 # Of weights that are packed for products in float32.
 WEIGHT_DTYPES = (torch.float32, *HALF_DTYPES)
@@ -120,17 +122,11 @@ def pack_weights(
 
 def has_kernel(module: nn.Module) -> bool:
     """Return whether kernels multiply by a packed layer's weight. Then a row's result does not depend on the other rows."""
-    weight = _packed_weight(module)
+    weight = packed_weight(module)
     return weight is not None and weight.in_blocks
 
 
-def rounds_rows(model: nn.Module) -> bool:
-    """Return whether layers of a model round their inputs to 8 bits, so that a difference in a last bit may grow."""
-    weights = (_packed_weight(module) for module in model.modules())
-    return any(weight is not None and weight.stored == DOTS for weight in weights)
-
-
-def _packed_weight(module: nn.Module) -> PackedWeight | None:
+def packed_weight(module: nn.Module) -> PackedWeight | None:
     """Return the weight of a packed layer, or of the one that it is merged into."""
     if isinstance(module, MergedLinearPart):
         return module.merged.product.weight
@@ -299,7 +295,7 @@ class PackedWeight:
             if (layout := _laid_out(weight, torch.float16, scale, is_blocked)) is not None:
                 return cls(layout, *shape, scale)
         if len(weight) > 0 and runs_kernel(torch.float32) and runs_compiled(weight.device):
-            layout = _in_groups(weight, is_exact=True, in_quads=False)
+            layout = _in_groups(weight, is_exact=True)
             if layout is None:
                 layout = _laid_out(weight, torch.float32, 1.0, is_blocked=True)
             assert layout is not None, "float32 holds every weight"
@@ -311,13 +307,12 @@ class PackedWeight:
     def rounded(cls, weight: Tensor) -> PackedWeight:
         """Pack a float weight on the CPU as integers of 8 bits. The kernels must run.
 
-        Each GROUP_INPUTS weights of an output have a scale, by which the largest of them becomes 127. Where the processor
-        adds products of bytes, rows are rounded as well when they are multiplied. A weight that is not finite stays as it
-        is, for `load_target` to name it.
+        Each GROUP_INPUTS weights of an output have a scale, by which the largest of them becomes 127. A weight that is not
+        finite stays as it is, for `load_target` to name it.
         """
-        layout = _in_groups(weight, is_exact=True, in_quads=adds_products_of_bytes())
+        layout = _in_groups(weight, is_exact=True)
         if layout is None:
-            layout = _in_groups(weight, is_exact=False, in_quads=adds_products_of_bytes())
+            layout = _in_groups(weight, is_exact=False)
         return cls.of(weight) if layout is None else cls(layout, *weight.shape)
 
     @property
@@ -328,6 +323,17 @@ class PackedWeight:
         if self.stored in (BYTES, DOTS):
             return self.take(torch.arange(self.num_outputs))
         return self.rows.float() / self.scale
+
+    def round_rows(self) -> None:
+        """Have rows rounded to 8 bits when they are multiplied by integers: lay a weight of BYTES out as DOTS, in place."""
+        if self.stored != BYTES:
+            return
+        groups = self.layout.view(len(self.layout), -1, GROUP_INPUTS + SCALE_INPUTS, BLOCK_OUTPUTS).view(torch.uint8)
+        for integers in torch.split(groups[:, :, :GROUP_INPUTS], PART_BLOCKS):
+            quads = integers.reshape(*integers.shape[:2], -1, QUAD_INPUTS, BLOCK_OUTPUTS) + 128
+            integers.copy_(quads.transpose(3, 4).reshape(integers.shape))  # [blocks, groups, quads, outputs, inputs]
+        self.layout = self.layout.view(torch.uint8)
+        del self.stored
 
     def take(self, rows: Tensor) -> Tensor:
         """Take some rows [...] in float32 [..., K], of a layout that is not oneDNN's."""
@@ -453,24 +459,24 @@ def in_blocks(weight: Tensor) -> Tensor:
     return filled.view(-1, BLOCK_OUTPUTS, weight.shape[1]).transpose(1, 2)
 
 
-def _in_groups(weight: Tensor, is_exact: bool, in_quads: bool) -> Tensor | None:
-    """Return a float weight [N, K] as blocks of 8-bit integers with scales, of dtype uint8 for DOTS. None if that changes a
-    number and must not, and for numbers that are not finite.
+def _in_groups(weight: Tensor, is_exact: bool) -> Tensor | None:
+    """Return a float weight [N, K] as blocks of 8-bit integers with scales. None if that changes a number and must not, and
+    for numbers that are not finite.
     """
     from eyas.kernels.cpu.packing import narrow_groups
 
     num_outputs, num_inputs = weight.shape
     group_rows = GROUP_INPUTS + SCALE_INPUTS
     num_blocks, num_groups = -(-num_outputs // BLOCK_OUTPUTS), -(-num_inputs // GROUP_INPUTS)
-    layout = torch.empty(num_blocks, num_groups, group_rows, BLOCK_OUTPUTS, dtype=torch.uint8)
+    layout = torch.empty(num_blocks, num_groups, group_rows, BLOCK_OUTPUTS, dtype=torch.int8)
     to_huge_pages([layout], collapse=False)
     size = max(PART_ELEMENTS // max(num_inputs, 1) // BLOCK_OUTPUTS, 1) * BLOCK_OUTPUTS
     for start in range(0, num_outputs, size):
         part = weight[start : start + size].float().contiguous().numpy()
         blocks = layout[start // BLOCK_OUTPUTS : -(-(start + len(part)) // BLOCK_OUTPUTS)].flatten(2)
-        if not narrow_groups(part, is_exact, in_quads, blocks.numpy(), blocks.view(torch.float32).numpy()):
+        if not narrow_groups(part, is_exact, blocks.numpy(), blocks.view(torch.float32).numpy()):
             return None
-    return layout.flatten(1, 2) if in_quads else layout.flatten(1, 2).view(torch.int8)
+    return layout.flatten(1, 2)
 
 
 def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool) -> Tensor | None:

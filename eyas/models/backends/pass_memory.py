@@ -121,13 +121,16 @@ def num_partials(shape: MetadataShape) -> int:
     return shape.part_rows or (shape.rows * shape.num_results if shape.num_results > 1 else 0)
 
 
-def launched_bytes(sizes: PassSizes, max_rows: int, max_drawn: int, max_prompt: int, tiling: Tiling) -> int:
+def launched_bytes(
+    sizes: PassSizes, max_rows: int, max_drawn: int, max_prompt: int, tiling: Tiling, longest: int = 0
+) -> int:
     """Return the bytes of the largest pass that no graph holds, and of what its draws copy.
 
     Args:
         max_drawn: rows at which tokens are drawn.
         max_prompt: rows of prompts; `prompt_logprobs` asks for their logits. Then the logits of drawn rows are copied, in
             memory that layers have left.
+        longest: keys of the longest context, which a library may copy for a prompt.
     """
     if tiling.fixed_part:  # each row may lie at the end of a longest context
         partials = min(max_rows, max_drawn + max_prompt) * -(-tiling.longest // tiling.fixed_part)
@@ -136,7 +139,7 @@ def launched_bytes(sizes: PassSizes, max_rows: int, max_drawn: int, max_prompt: 
             tiling.shape(max_rows, max_drawn, max(-(-max_rows // tiling.most_rows), 1), tiling.most_rows)
         )
     attends_by_library = 0 < tiling.library_rows <= max_prompt and not tiling.fixed_part
-    keys = sizes.copied_keys(tiling.longest) if attends_by_library else 0
+    keys = sizes.copied_keys(longest) if attends_by_library and longest else 0
     logits = sizes.logits(min(max_rows, max_drawn)) if max_prompt else 0
     behind_layers = max(sizes.layers(max_rows, partials, keys), sizes.states(max_rows) + logits)
     return behind_layers + sizes.logits(min(max_rows, max_drawn + max_prompt))
@@ -147,13 +150,13 @@ def reserved_bytes(target: TargetModel, plan: BackendPlan, engine: EngineConfig)
     if target.device.type != "cuda":
         return 0
     limits, sizes = plan.limits, PassSizes.of(target)
-    tiling = replace(
-        tiling_on(target.device, target.dtype, target.heads_per_kv, target.num_kv_heads),
-        longest=engine.max_model_len or target.max_model_len,
-        fixed_part=FIXED_PART if plan.batch_invariant else 0,
-    )
+    tiling = tiling_on(target.device, target.dtype, target.heads_per_kv, target.num_kv_heads)
+    longest = engine.max_model_len or target.max_model_len
+    if plan.batch_invariant:
+        tiling = replace(tiling, longest=longest, fixed_part=FIXED_PART)
     max_drawn = engine.max_verify_tokens + limits.segments
-    total = launched_bytes(sizes, limits.rows, max_drawn, engine.max_prefill_tokens, tiling) + WORKSPACES
+    copied = 0 if plan.kind is BackendKind.PLAIN else longest
+    total = launched_bytes(sizes, limits.rows, max_drawn, engine.max_prefill_tokens, tiling, copied) + WORKSPACES
     if plan.kind is not BackendKind.PLAIN:
         total += limits.prefix * torch.int32.itemsize
     if plan.kind is BackendKind.GRAPHS:

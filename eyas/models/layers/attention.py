@@ -186,6 +186,7 @@ def _attend_by_library(query: Tensor, keys: Tensor, values: Tensor, packed: Pack
         attended = F.scaled_dot_product_attention(q, k, v, causal, scale=rule.scaling, enable_gqa=True)
         out[start:end] = attended[0].transpose(0, 1)
         start = end
+        del q, k, v, gathered, attended  # before the next prompt's are copied
     return out
 
 

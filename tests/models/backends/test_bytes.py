@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,9 +16,10 @@ from eyas.config import EngineConfig
 from eyas.device.placement import check_int8
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import BYTES, DOTS, FLOATS
-from eyas.models.backends import packed_weights
+from eyas.models.backends import cpu
 from eyas.models.backends.packed_weights import PackedProduct, PackedWeight, in_blocks, pack_weights
 from eyas.models.inputs import Segment, pack
+from eyas.models.layers.fused import unfuse_layers
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from tests.support.families import FAMILIES, config_of, write_model
@@ -35,7 +36,7 @@ PROMPTS = ["import os\n\ndef main(", "class Queue:\n"]
 @pytest.fixture
 def rounds_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Return whether rows are rounded too, as on a processor that adds products of bytes."""
-    monkeypatch.setattr(packed_weights, "adds_products_of_bytes", lambda: request.param)
+    monkeypatch.setattr(cpu, "adds_products_of_bytes", lambda: request.param)
     return bool(request.param)
 
 
@@ -58,6 +59,8 @@ def test_rows_are_multiplied_by_the_rounded_weight(sizes: tuple[int, int], bias:
     weight[0] = 0
     layer.weight.data = weight.clone()
     pack_weights(layer, to_bytes=True)
+    if rounds_rows:
+        layer.product.weight.round_rows()
     groups = nn.functional.pad(weight, (0, -sizes[0] % 16)).view(sizes[1], -1, 16)
     step = (groups.abs().amax(-1, keepdim=True) / 127).expand_as(groups).flatten(1)[:, : sizes[0]]
     assert layer.product.weight.stored == (DOTS if rounds_rows else BYTES)
@@ -110,10 +113,10 @@ def test_weights_without_common_scales_stay_floats(odd: float) -> None:
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), 1e-40, 3e38])
-@pytest.mark.parametrize("rounds_rows", [True], indirect=True)
-def test_rows_of_any_size_leave_the_others_as_they_are(odd: float, rounds_rows: bool) -> None:
+def test_rows_of_any_size_leave_the_others_as_they_are(odd: float) -> None:
     torch.manual_seed(0)
     product = PackedProduct(torch.randn(70, 48), to_bytes=True)
+    product.weight.round_rows()
     rows = torch.randn(20, 48)
     expected = product(rows)
     rows[3, 7] = odd
@@ -123,10 +126,14 @@ def test_rows_of_any_size_leave_the_others_as_they_are(odd: float, rounds_rows: 
     assert bool(found[3].isfinite().all()) == (abs(odd) < 1)
 
 
-@ROUNDS_ROWS
-def test_a_tied_embedding_reads_the_same_numbers(rounds_rows: bool) -> None:
+def test_a_tied_embedding_reads_the_same_numbers() -> None:
     weight = PackedWeight.rounded(torch.randn(70, 48))
     tokens = torch.tensor([[3, 69], [0, 3]])
+    before = weight.dense
+    assert torch.equal(weight.take(tokens), before[tokens])
+    weight.round_rows()
+    weight.round_rows()  # of another engine over the same weights
+    assert torch.equal(weight.dense, before)
     assert torch.equal(weight.take(tokens), weight.dense[tokens])
     assert weight.layout.nbytes == 80 * (48 + 3 * 4)
 
@@ -150,6 +157,7 @@ def test_a_model_computes_with_its_rounded_weights(
     kind, settings = FAMILIES[name]  # no bias of an output projection, which no kernel adds
     folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), stored)
     narrow = load_target(folder, "int8", passes="float32")
+    cpu.round_rows(narrow.model)
     linear = {name: module for name, module in narrow.model.named_modules() if isinstance(module, nn.Linear)}
     assert len(linear) > 4
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -160,19 +168,33 @@ def test_a_model_computes_with_its_rounded_weights(
         if isinstance(module, nn.Linear):
             module.register_forward_pre_hook(lambda module, inputs: (rounded_rows(inputs[0]),))
     expected = model(TOKENS[None]).logits[0]
-    # Rows come within 1e-5, unless a difference in a last bit rounds a number the other way; rows as they are, within 1.
-    assert (found - expected).norm() < (0.6 if rounds_rows else 1e-3) * (found - exact).norm()
+    # A difference in a last bit may round a number the other way, which later rows see.
+    near = ((found - expected).norm(dim=1) < 1e-3 * (found - exact).norm(dim=1)).sum()
+    assert near >= (3 if rounds_rows else len(TOKENS)), near
     assert narrow.model.get_decoder().forward.__self__.stack
 
 
 @ROUNDS_ROWS
-def test_drafts_do_not_change_the_tokens(rounds_rows: bool) -> None:
-    engine = EngineConfig(max_kv_tokens=512, quantization="int8", draft_budget="fixed")
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
+def test_drafts_do_not_change_the_tokens(kv_cache_dtype: str, rounds_rows: bool) -> None:
+    engine = EngineConfig(
+        max_kv_tokens=512, quantization="int8", draft_budget="fixed", kv_cache_dtype=cast(Any, kv_cache_dtype)
+    )
     plain, drafted = (LLM(TARGET, engine=engine, draft_model=head) for head in ("", HEAD))
     params = [SamplingParams(max_tokens=24, temperature=t, seed=3, ignore_eos=True) for t in (0, 0.8)]
     expected, found = ([r.outputs[0] for r in llm.generate(PROMPTS, params)] for llm in (plain, drafted))
     assert [one.token_ids for one in expected] == [one.token_ids for one in found]
     assert all(one.stats.acceptance_length > 1.3 for one in found)
+
+
+def test_rows_that_other_code_computes_are_not_rounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another shape of a pass changes a last bit of them there, and rounding would make it a hundredth."""
+    monkeypatch.setattr(cpu, "adds_products_of_bytes", lambda: True)
+    kind, settings = FAMILIES["llama-3"]
+    target = load_target(write_model(tmp_path, config_of(kind, **settings), torch.float32), "int8", passes="float32")
+    unfuse_layers(target.model)
+    cpu.round_rows(target.model)
+    assert target.model.lm_head.product.weight.stored == BYTES
 
 
 @pytest.mark.parametrize(
@@ -242,7 +264,8 @@ def test_weights_of_any_size_are_kept_or_rounded_to_the_nearest(size: float) -> 
     assert ((rounded.double() - weight.double()).abs() <= max(size / 127, 1.2e-38)).all()
 
 
-@ROUNDS_ROWS
-def test_no_rows_of_a_weight_of_bytes_are_none(rounds_rows: bool) -> None:
+def test_no_rows_of_a_weight_of_bytes_are_none() -> None:
     packed = PackedWeight.rounded(torch.randn(32, 64))
-    assert packed.take(torch.zeros(0, dtype=torch.int64)).shape == (0, 64)
+    for _ in range(2):
+        assert packed.take(torch.zeros(0, dtype=torch.int64)).shape == (0, 64)
+        packed.round_rows()

@@ -141,17 +141,15 @@ def test_arithmetic_covers_experts_of_the_largest_pass(family: str, settings: di
 
 @pytest.mark.parametrize("num_keys", [4097, 131072])
 def test_arithmetic_covers_keys_that_are_copied_for_a_library(num_keys: int) -> None:
-    """One layer after the other, and one prompt after the other; a short copy is smaller than what the MLP takes."""
+    """One layer after the other, and one prompt after the other."""
     rows = 512
-    tiling = replace(H100, library_rows=256, longest=num_keys)
+    tiling = replace(H100, library_rows=256)
     none = np.zeros(0, np.int64)
     prompt = LongPrompt(Segment(*[np.zeros(rows, np.int64)] * 3, np.arange(num_keys - rows), None, none), 0, META)
     copied = prompt.keys.numel() * 2 * 8 * 128 * 2
     assert LLAMA_8B.copied_keys(num_keys) == copied
-    with_copies, without = (
-        launched_bytes(LLAMA_8B, rows, 1, rows, each) for each in (tiling, replace(tiling, library_rows=0))
-    )
-    assert (with_copies - without > copied / 2) is (num_keys == 131072)
+    with_copies, without = (launched_bytes(LLAMA_8B, rows, 1, rows, tiling, longest) for longest in (num_keys, 0))
+    assert copied / 2 < with_copies - without <= copied
 
 
 def test_the_sizes_of_a_loaded_target_are_found() -> None:
