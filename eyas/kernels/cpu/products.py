@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
 from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, DOTS, FLOATS, GROUP_INPUTS, HALVES, QUAD_INPUTS, SCALE_INPUTS
@@ -142,6 +142,11 @@ def _rounded_rows(left):
     return words
 
 
+def _has(feature: str) -> bool:
+    """Return whether numba compiles for processors with this feature: those of this one, unless its settings say less."""
+    return f"+{feature}" in get_host_cpu_features().split(",")
+
+
 class _Tile:
     """Emitter of the code of tiles: rows with `width` floats between them, a right side, and outputs with `size` between
     them.
@@ -178,8 +183,7 @@ class _Tile:
                 builder.gep(found.data, [builder.mul(first, size)]), size,
             )  # fmt: skip
             taken, done = cgutils.alloca_once(builder, _INT), builder.append_basic_block("done")
-            has_512_bits = llvm.get_host_cpu_features().get("avx512f", False)
-            for num_rows, num_blocks in (cls.BLOCKS_OF_512_BITS if has_512_bits else cls.BLOCKS_OF_256_BITS).items():
+            for num_rows, num_blocks in (cls.BLOCKS_OF_512_BITS if _has("avx512f") else cls.BLOCKS_OF_256_BITS).items():
                 with builder.if_then(builder.icmp_signed(">=", num_left, _INT(num_rows))):
                     tile.emit_all(num_rows, num_blocks, start, builder.add(start, count))
                     builder.store(_INT(num_rows), taken)
@@ -363,7 +367,7 @@ class _DotTile(_Tile):
     def _dot(self, total: Any, weights: Any, numbers: Any) -> Any:
         """Add the products of unsigned bytes of weights with signed ones of numbers to the words of a total."""
         b = self.builder
-        if llvm.get_host_cpu_features().get("avx512vnni", False):
+        if _has("avx512vnni"):
             kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
             name = "llvm.x86.avx512.vpdpbusd.512"
             return b.call(cgutils.get_or_insert_function(b.module, kind, name), [total, weights, numbers])
