@@ -244,7 +244,7 @@ class _Tile:
     def blocks(self, numbers: list[Any]) -> list[Any]:
         """Return what `vectors` takes of blocks: here pointers to their first vectors."""
         b, vectors = self.builder, self.builder.inttoptr(self.right, self.LOADED.as_pointer())
-        return [self._at(vectors, b.mul(self.num_inputs, number)) for number in numbers]
+        return [self._at(vectors, b.mul(self.row(self.num_inputs), number)) for number in numbers]
 
     def row(self, k: Any) -> Any:
         """Return the row of a block that holds input k."""
@@ -340,10 +340,6 @@ class _DotTile(_Tile):
     BLOCKS_OF_512_BITS = DOT_BLOCKS
     STEPS_AHEAD, STEP_LINES = INPUTS_AHEAD // GROUP_INPUTS, (GROUP_INPUTS + SCALE_INPUTS) // QUAD_INPUTS
 
-    def blocks(self, numbers: list[Any]) -> list[Any]:
-        b, vectors = self.builder, self.builder.inttoptr(self.right, self.LOADED.as_pointer())
-        return [self._at(vectors, b.mul(self.row(self.num_inputs), number)) for number in numbers]
-
     def row(self, k: Any) -> Any:
         return self.builder.mul(k, _INT(self.STEP_LINES))
 
@@ -376,11 +372,6 @@ class _DotTile(_Tile):
             weight = b.and_(b.lshr(weights, self._words(24 - shift)), self._words(255))
             total = b.add(total, b.mul(weight, number))
         return total
-
-    def _loaded(self, pointer: Any) -> Any:
-        vector = self.builder.load(pointer)
-        vector.align = 4
-        return vector
 
     def _words(self, number: int) -> Any:
         return _WORDS([number] * BLOCK_OUTPUTS)
