@@ -33,7 +33,7 @@ from eyas.models.heads.eagle_config import (
     tensor_shapes,
 )
 from eyas.models.heads.fusers import LinearFuser
-from eyas.models.heads.layers import DraftLayer
+from eyas.models.heads.layers import DraftLayer, draft_ids_of, stored_vocabulary
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
@@ -327,7 +327,7 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
             raise ConfigError(f"{config.draft_model} is a head of the method {method}; name that")
         found = {canonical_name(name, old.kind): tensor.float() for name, tensor in stored.tensors().items()}
         if config.head.draft_vocab_size == BY_COVERAGE:
-            draft_ids = torch.arange(old.draft_vocab_size) + (found["d2t"].long() if "d2t" in found else 0)
+            draft_ids = draft_ids_of(found, old.draft_vocab_size)
         depth = config.loss.num_depths if old.kind == "peagle" else 0
         own = {"draft_vocab_size": len(draft_ids), "wiring": _rewired(old, config), "depth": depth}
         c = EagleHeadConfig(**{**vars(old), **own})
@@ -361,8 +361,7 @@ def _widened(found: Mapping[str, Tensor], target: TargetWeights, draft_ids: Tens
     kept = {name: tensor for name, tensor in found.items() if name not in ("d2t", "t2d")}
     if "lm_head.weight" in found:
         rows = target.lm_head.clone()
-        own = torch.arange(len(found["lm_head.weight"])) + (found["d2t"].long() if "d2t" in found else 0)
-        rows[own] = found["lm_head.weight"]
+        rows[draft_ids_of(found, len(found["lm_head.weight"]))] = found["lm_head.weight"]
         kept["lm_head.weight"] = rows[draft_ids]
     return kept
 
@@ -409,7 +408,7 @@ def _random_tensors(c: EagleHeadConfig, target: TargetWeights, draft_ids: Tensor
     if c.kind != "eagle":
         tensors["lm_head.weight"] = target.lm_head[draft_ids].clone()
         if len(draft_ids) < c.vocab_size:
-            tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
+            tensors |= stored_vocabulary(draft_ids, c.vocab_size)
     return tensors
 
 
@@ -434,9 +433,7 @@ def eagle_tensors(head: EagleHead, fuser: LinearFuser | None, has_embedding: boo
         names = ["input_norm.weight"] if c.input_norms == "joint" else [f"fc_norm.{i}.weight" for i in range(9)]
         tensors |= dict(zip(names, fuser.norms, strict=False)) if fuser.norms is not None else {}
         if c.draft_vocab_size < c.vocab_size:
-            ids = head.draft_ids
-            tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-            tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+            tensors |= stored_vocabulary(head.draft_ids, c.vocab_size)
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 

@@ -19,6 +19,7 @@ from eyas.models.heads.block import block_tensors, load_block_head, write_block_
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, block_config_json, find_kind
 from eyas.models.heads.eagle import config_json, write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, Kind, canonical_name, read_head_config
+from eyas.models.heads.layers import stored_vocabulary, write_checkpoint
 from eyas.models.heads.medusa import MEDUSA_FILES, load_medusa
 from eyas.train.config import SERVED_BY, TrainConfig
 from eyas.train.data import Prepared
@@ -56,7 +57,7 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
     tensors = {canonical_name(name, config.kind): tensor for name, tensor in checkpoint.tensors().items()}
     if layout in ("vllm", "sglang"):
         _check_eagle(head, config, layout, get_setting(int, target, "num_hidden_layers", "the target's config"))
-        _write(out, *(_vllm(config, tensors) if layout == "vllm" else _sglang(config, tensors)))
+        write_checkpoint(out, *(_vllm(config, tensors) if layout == "vllm" else _sglang(config, tensors)))
         return
     if config.kind == "eagle" and layout not in ("eyas", "safeailab"):
         raise CheckpointError(
@@ -65,7 +66,7 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
     if layout in ("eyas", "safeailab"):
         write_head(out, config, tensors)
         return
-    _write(out, *(_specforge(config, tensors) if layout == "specforge" else _speculators(config, tensors, model)))
+    write_checkpoint(out, *(_specforge(config, tensors) if layout == "specforge" else _speculators(config, tensors, model)))
 
 
 def _export_other(head: str, model: str, out: Path, layout: str) -> None:
@@ -180,7 +181,7 @@ def _export_block(head: str, model: str, out: Path, layout: str) -> None:
         config = block_config_json(loaded.config)
         if loaded.config.kind == "dspark" and layout == "sglang":  # which reads the settings of the Markov head on top
             config = block_config_json(loaded.config, "specforge") | config | {"architectures": ["DSparkDraftModel"]}
-        _write(out, config, tensors)
+        write_checkpoint(out, config, tensors)
         return
     if layout == "speculators":
         target = Checkpoint(model)
@@ -232,16 +233,8 @@ def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) 
 
 def _with_vocabulary(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Add the draft vocabulary. Both projects want d2t and t2d, also for a whole vocabulary."""
-    maps = {"d2t": torch.zeros(c.draft_vocab_size, dtype=torch.int64), "t2d": torch.ones(c.vocab_size, dtype=torch.bool)}
-    return {**(maps if c.draft_vocab_size == c.vocab_size else {}), **tensors}
-
-
-def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    is_whole = c.draft_vocab_size == c.vocab_size
+    return {**(stored_vocabulary(torch.arange(c.vocab_size), c.vocab_size) if is_whole else {}), **tensors}
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:
