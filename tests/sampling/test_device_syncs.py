@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.scripts.host_work import keep_features
 from eyas.api.request import Chunk, Request
 from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule
@@ -26,6 +25,7 @@ from eyas.engine.engine import Engine
 from eyas.kernels.arguments import Draws
 from eyas.models.backends.attention_metadata import Tiling
 from eyas.models.backends.cuda import KernelBackend
+from eyas.models.heads.eagle import load_fuser
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
@@ -129,6 +129,13 @@ class PackedForKernels:
         return target.forward(target.pack(self._segments), kv_cache)
 
 
+def keep_features(engine: Engine, width: int) -> None:
+    """Fuse the states of each pass in the pass, as on a GPU."""
+    kv_cache = engine.runner.kv_cache
+    kv_cache.features = kv_cache.features.new_zeros(kv_cache.scratch + 1, width)
+    kv_cache.state_layers = ()
+
+
 @pytest.mark.parametrize("num_requests", [1, 9])
 def test_little_stands_between_results_and_the_next_pass(
     num_requests: int, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +146,7 @@ def test_little_stands_between_results_and_the_next_pass(
     drafter.propose = unwatched(drafter.propose)  # type: ignore[method-assign]
     engine, noted = make_engine(drafter, tiny_target, tiny_head, "match"), list[str]()
     engine.runner.backend = PackedForKernels(engine.target, noted)
-    keep_features(engine)
+    keep_features(engine, load_fuser(tiny_head, tiny_target).width)
 
     def noted_download(*tensors: torch.Tensor) -> list[npt.NDArray[np.float64]]:
         found = download(*tensors)
