@@ -111,6 +111,13 @@ def check_target(source: Path, target: Mapping[str, Any], hidden: int, vocab_siz
             raise CheckpointError(f"{source} was made for a target of {what} {own}, but this target has {needed}")
 
 
+def check_problems(subject: str, problems: Mapping[str, bool]) -> None:
+    """Raises CheckpointError for the first of the problems that is there."""
+    for problem, is_there in problems.items():
+        if is_there:
+            raise CheckpointError(f"{subject}: {problem}")
+
+
 class DraftLayer(nn.Module):
     """A decoder layer without its attention and its input norm: project, attend elsewhere, finish.
 
