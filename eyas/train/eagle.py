@@ -38,7 +38,7 @@ from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import BY_COVERAGE, Batch
-from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, layer_sizes
+from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, head_sizes
 from eyas.train.losses import AGREES, CHANCE, row_losses, total_weight, weighted_mean, weighted_sum
 from eyas.train.start import Samples, low_rank, root_mean_square, solve, unit_rows
 
@@ -378,14 +378,8 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
     normed = config.method == "eagle3.1"
     output: Output = "bare" if is_first else "normed" if normed else "state"
     return EagleHeadConfig(
-        **vars(layer_sizes(h, target)),
+        **head_sizes(h, target, 4 if is_parallel else 1, target.vocab_size if is_first else draft_vocab_size),
         kind=kind,
-        target_hidden=target.hidden,
-        num_layers=h.num_hidden_layers or (4 if is_parallel else 1),
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size if is_first else draft_vocab_size,
-        rotary=target.rotary,
-        max_positions=int(t["max_position_embeddings"]),
         wiring=HeadWiring((FINAL_NORM_OUTPUT,) if is_first else inputs, output=output),
         input_norms="each" if normed else "none",
         fc_bias=is_first,

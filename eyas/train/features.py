@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, Checkpoint, WeightFiles, check_layers, explained, resolve
-from eyas.models.heads.eagle_config import read_rotary
-from eyas.models.heads.layers import LayerSizes, read_layer_sizes
+from eyas.models.heads.eagle_config import read_sizes
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT, StateHooks
 from eyas.models.layers.attention import import_transformers
 from eyas.models.loading import read_model_config, stored_names, target_of
@@ -86,11 +85,6 @@ class TargetWeights:
     def num_layers(self) -> int:
         return int(self.config["num_hidden_layers"])
 
-    @property
-    def rotary(self) -> Mapping[str, Any]:
-        """RoPE parameters as transformers takes them."""
-        return read_rotary(self.config, self.folder / "config.json")
-
 
 def load_target_weights(model: str) -> TargetWeights:
     """Raises CheckpointError."""
@@ -105,13 +99,15 @@ def load_target_weights(model: str) -> TargetWeights:
     return TargetWeights(target.folder, dict(config), embedding, lm_head)
 
 
-def layer_sizes(head: HeadConfig, target: TargetWeights) -> LayerSizes:
-    """Return the layers of a new head: those sizes that its settings name, the target's for the others. Raises
-    CheckpointError.
+def head_sizes(head: HeadConfig, target: TargetWeights, num_layers: int, draft_vocab_size: int) -> dict[str, Any]:
+    """Return the sizes of a new head, as fields of its config: those that its settings name, the target's for the others.
+
+    num_layers: if the settings name no number. Raises CheckpointError.
     """
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     named = {key: value for key in sizes if (value := getattr(head, key))}
-    return read_layer_sizes(target.config | named, target.folder / "config.json")
+    stated = target.config | named | {"draft_vocab_size": draft_vocab_size}
+    return read_sizes(stated, head.num_hidden_layers or num_layers, target.folder / "config.json")
 
 
 class OnlineTarget:
