@@ -21,7 +21,7 @@ from eyas.config.file_values import get_setting
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import Projected
 from eyas.models.checkpoint import Checkpoint
-from eyas.models.heads.eagle import EagleHead, write_head
+from eyas.models.heads.eagle import EagleHead, make_fuser, write_head
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
     HeadWiring,
@@ -337,11 +337,7 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
     lm_head = tensors.pop("lm_head.weight", target.lm_head)
     is_own = embedding is not target.embedding and not torch.equal(embedding, target.embedding)
     head = EagleHead(c, tensors, embedding.clone(), lm_head, length)
-    fuser = None
-    if c.kind != "eagle":
-        norms = [tensor for name, tensor in tensors.items() if name.startswith(("fc_norm.", "input_norm."))]
-        stacked = torch.stack(norms) if norms else None
-        fuser = LinearFuser(tensors["fc.weight"], c.aux_hidden_state_layers, tensors.get("fc.bias"), stacked, c.rms_norm_eps)
+    fuser = None if c.kind == "eagle" else make_fuser(c, tensors)
     return EagleParts(head, fuser, tensors.get("mask_hidden"), is_own)
 
 

@@ -96,7 +96,7 @@ class EagleHead(nn.Module):
         self.register_buffer("draft_ids", draft_ids_of(tensors, config.draft_vocab_size))
         self.register_buffer("rotary", head_rotary(config, max_model_len).to(embedding.dtype))
         mask = tensors.get("mask_hidden")
-        self.register_buffer("mask_feature", None if mask is None else _fuser(config, tensors)(mask.view(1, -1))[0])
+        self.register_buffer("mask_feature", None if mask is None else make_fuser(config, tensors)(mask.view(1, -1))[0])
         self.draft_ids: Tensor
         self.rotary: Tensor
         self.mask_feature: Tensor | None
@@ -314,12 +314,11 @@ def load_fuser(
     checkpoint = open_checkpoint(checkpoint)
     config = read_head_config(checkpoint, open_checkpoint(target).text_config, kind)
     tensors = checkpoint.part_of(partial(canonical_name, kind=kind), fuser_shapes(config))
-    return _fuser(config, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}).to(
-        torch.device(device)
-    )
+    own = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    return make_fuser(config, own).to(torch.device(device))
 
 
-def _fuser(config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> LinearFuser:
+def make_fuser(config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> LinearFuser:
     """Return the part of an EAGLE-3 head that runs beside the target."""
     norms = [tensors[name] for name in fuser_shapes(config) if not name.startswith("fc.")]
     return LinearFuser(
