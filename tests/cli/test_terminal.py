@@ -96,7 +96,8 @@ def test_loading_is_said_on_a_terminal_and_wiped_out(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_chat_keeps_the_history_until_reset(run: Run, plain_llm: LLM) -> None:
+def test_chat_keeps_the_history_until_reset(run: Run, plain_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.llm.LLM", partial(LLM, engine=fixed_config()))
     said = ["class Queue:", "def pop(self):"]
     result = run("chat", *DRAFTED, *GREEDY, text=f"{said[0]}\n{said[1]}\n/reset\n{said[0]}\n/exit\nnever\n")
     assert result.exit_code == 0, result.output

@@ -71,7 +71,7 @@ CONSTRAINTS: Mapping[str, StructuredOutputs | None] = {
 }
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 # Kinds of drafts; nightly also the methods that draft as one of these does.
-DAILY = ("eagle3", "eagle3-ahead", "dspark", "medusa", "sps", "prompt_lookup", "lookahead", "eagle3+lookahead")
+DAILY = ("eagle3-ahead", "dspark", "medusa", "sps", "prompt_lookup", "lookahead")
 METHODS = (*tiered(KINDS_OF_DRAFTS, DAILY), "random")
 
 
@@ -198,7 +198,7 @@ def test_plain_constrained_decoding_masks_nothing_else(target: str) -> None:
         assert list(plain_outputs(target, temperature)["choice"]) == expected
 
 
-@pytest.mark.parametrize("name", ["eagle3", "none"])
+@pytest.mark.parametrize("name", ["eagle3", nightly("none")])
 def test_preempted_requests_go_on_with_the_same_tokens(name: str, target: str, tiny_head: str) -> None:
     limits = {"max_kv_tokens": 50}
     engine = case_engine(name, target, tiny_head, **limits) if name != "none" else make_engine(target, **limits)
@@ -242,7 +242,7 @@ STEERED = {
 }
 
 
-@pytest.mark.parametrize("kind", STEERED)
+@pytest.mark.parametrize("kind", tiered(STEERED, ("penalties", "bad words", "minimum")))
 def test_other_parameters_hold_within_a_grammar(kind: str, target: str, tiny_head: str) -> None:
     requests = requests_at(1.0, **STEERED[kind])
     plain = run(shared_engine("none", target), requests)
@@ -296,7 +296,7 @@ def test_forced_text_is_drafted(target: str) -> None:
     assert len(chunks["r"]) < len(plain["r"]) / 3
 
 
-@pytest.mark.parametrize("name", ["eagle3", "sps", "medusa"])
+@pytest.mark.parametrize("name", [nightly("eagle3"), "sps", nightly("medusa")])
 def test_sampled_trees_stay_within_the_grammar(name: str, target: str, tiny_head: str) -> None:
     engine = case_engine(name, target, tiny_head, acceptance="rejection")
     requests = [request for request in requests_at(1.0) if request.id in ("choice", "regex", "record", "tree")]
