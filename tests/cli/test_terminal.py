@@ -14,7 +14,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
-from eyas.cli.generate import _source_and_prompt
 from eyas.cli.main import app
 from tests.support.tiny import fixed_config
 
@@ -124,8 +123,10 @@ def reports() -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_is_no_model(prompt: str) -> None:
-    assert _source_and_prompt([prompt], "") == ("", prompt)
+def test_a_prompt_is_no_model(prompt: str, run: Run) -> None:
+    """Nor a file of one: it goes to a router, which takes no method."""
+    result = run("generate", prompt, "--address", "127.0.0.1:1", "--method", "eagle3")
+    assert "a PROMPT without a MODEL goes to a router" in f"{result.output}{result.exception}"
 
 
 @pytest.mark.parametrize("command", MISTAKES)

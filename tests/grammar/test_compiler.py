@@ -22,6 +22,7 @@ from eyas.grammar.compiler import MAX_CACHED, MAX_COMPILING, GrammarCompiler, Ma
 from eyas.grammar.timed_calls import BoundedCalls
 from eyas.grammar.trial import CostlyGrammar
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
+from tests.support.tiers import tiered
 from tests.support.tiny import DEMO
 
 TARGET = str(DEMO / "target")
@@ -168,7 +169,7 @@ HOSTILE = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("kind", tiered(HOSTILE, HOSTILE.keys() - {"wide"}))
 def test_a_hostile_constraint_takes_bounded_time(kind: str, compiler: GrammarCompiler) -> None:
     """It is refused, or its masks are: seconds of work become milliseconds. CPU time, because the machine is shared."""
     started, slowest = time.process_time(), 0.0

@@ -158,7 +158,7 @@ def test_little_stands_between_results_and_the_next_pass(
     assert {(*features, *packed)} <= between <= {(*features, *packed), packed}
 
 
-def calls_of_a_step(engine: Engine, num_requests: int) -> int:
+def calls_of_a_step(engine: Engine, drafter: Any, num_requests: int) -> int:
     """The most calls of Python functions of a step in which all decode, without drafter and pass."""
     counts, is_paused = [0], [False]
 
@@ -174,7 +174,6 @@ def calls_of_a_step(engine: Engine, num_requests: int) -> int:
 
         return run
 
-    drafter: Any = engine.draft_manager._drafter
     drafter.propose, engine.runner.backend.forward = (  # type: ignore[method-assign]
         unnoted(work) for work in (drafter.propose, engine.runner.backend.forward)
     )
@@ -200,16 +199,18 @@ def test_a_sequence_adds_few_calls_to_a_step(tiny_target: str, tiny_head: str) -
         drafter = ChainDrafter()
         engine = make_engine(drafter, tiny_target, tiny_head, "match")
         engine.runner.backend = PackedForKernels(engine.target, [])
-        calls.append(calls_of_a_step(engine, num_requests))
+        calls.append(calls_of_a_step(engine, drafter, num_requests))
     assert calls[1] - calls[0] <= 8 * MAX_CALLS, calls
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_a_round_of_drafts_waits_once_for_each_way_to_propose(method: str, tiny_target: str, tiny_head: str) -> None:
+def test_a_round_of_drafts_waits_once_for_each_way_to_propose(
+    method: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter, noted = make_drafter(method, tiny_target, tiny_head), list[list[str]]()
     if method == "sps":
-        drafter._model.forward = unwatched(drafter._model.forward)  # type: ignore[attr-defined]
+        monkeypatch.setattr(TargetModel, "forward", unwatched(TargetModel.forward))
     ways: list[int] = []
     propose = watched(drafter.propose, noted)
 
