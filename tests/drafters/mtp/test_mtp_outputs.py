@@ -85,12 +85,3 @@ def test_a_module_that_agrees_makes_steps_long(family: str, tmp_path: Path) -> N
     chunks = run(engine_of(folder, CHAIN), asked)
     assert stats_of(chunks).acceptance_length > 3.5
     assert_plain(folder, asked, chunks)
-
-
-def test_a_module_with_swapped_inputs_guesses_worse(tmp_path: Path) -> None:
-    """So that the lengths above would show a wrong order."""
-    folder = write_mtp(tmp_path / "swapped", "glm4_moe", agrees=True, swaps=True)
-    asked = requests(2, num_tokens=24)
-    chunks = run(engine_of(folder, CHAIN), asked)
-    assert stats_of(chunks).acceptance_length < 2.5
-    assert_plain(folder, asked, chunks)
