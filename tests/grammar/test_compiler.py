@@ -264,10 +264,11 @@ def test_a_late_grammar_is_refused_and_takes_no_turns(monkeypatch: pytest.Monkey
     assert not compiler.submit(wide(220)).done(), "a busy machine may have been the cause, so it is tried again"
 
 
-def test_the_oldest_grammars_are_forgotten() -> None:
+def test_the_oldest_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "MAX_CACHED", 4)
     compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
     first = compiler.submit(StructuredOutputs(regex="first"))
-    for number in range(MAX_CACHED + 1):
+    for number in range(5):
         compiler.compile(StructuredOutputs(regex=f"a{number}"))
     assert compiler.submit(StructuredOutputs(regex="first")) is not first
 

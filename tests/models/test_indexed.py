@@ -33,7 +33,7 @@ from tests.support.tiny import fixed_config, shared_target
 KINDS = ("deepseek_v32", "glm_moe_dsa")
 CHOSEN = 96
 PROMPTS = [np.random.default_rng(length).integers(3, 48, length).tolist() for length in (3, 37, 70)]
-DAILY_METHODS = ("eagle3", "mtp", "prompt_lookup")
+DAILY_METHODS = ("eagle3", "prompt_lookup")
 # The tiny head of Hydra with a layer has the widths of other heads than these.
 METHODS = [name for name in KINDS_OF_DRAFTS if name != "hydra-prefix"]
 

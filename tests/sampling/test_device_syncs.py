@@ -39,6 +39,7 @@ from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.device_syncs import Waits, unwatched, watched
 from tests.support.devices.launches import FREE
 from tests.support.strategies import accept, trees, walk
+from tests.support.tiers import tiered
 
 GREEDY = replace(PARAMS, temperature=0.0)
 # Calls of Python functions that each sequence may add to a step.
@@ -204,7 +205,7 @@ def test_a_sequence_adds_few_calls_to_a_step(tiny_target: str, tiny_head: str) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", tiered(METHODS, ("eagle3", "dspark", "hydra", "sps")))
 def test_a_round_of_drafts_waits_once_for_each_way_to_propose(
     method: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
