@@ -39,6 +39,7 @@ from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.device_syncs import Waits, unwatched, watched
 from tests.support.devices.launches import FREE
 from tests.support.strategies import accept, trees, walk
+from tests.support.tiers import tiered
 
 GREEDY = replace(PARAMS, temperature=0.0)
 # Calls of Python functions that each sequence may add to a step.
@@ -165,7 +166,7 @@ def test_little_stands_between_results_and_the_next_pass(
     assert {(*features, *packed)} <= between <= {(*features, *packed), packed}
 
 
-def calls_of_a_step(engine: Engine, num_requests: int) -> int:
+def calls_of_a_step(engine: Engine, drafter: Any, num_requests: int) -> int:
     """The most calls of Python functions of a step in which all decode, without drafter and pass."""
     counts, is_paused = [0], [False]
 
@@ -181,7 +182,6 @@ def calls_of_a_step(engine: Engine, num_requests: int) -> int:
 
         return run
 
-    drafter: Any = engine.draft_manager._drafter
     drafter.propose, engine.runner.backend.forward = (  # type: ignore[method-assign]
         unnoted(work) for work in (drafter.propose, engine.runner.backend.forward)
     )
@@ -207,16 +207,18 @@ def test_a_sequence_adds_few_calls_to_a_step(tiny_target: str, tiny_head: str) -
         drafter = ChainDrafter()
         engine = make_engine(drafter, tiny_target, tiny_head, "match")
         engine.runner.backend = PackedForKernels(engine.target, [])
-        calls.append(calls_of_a_step(engine, num_requests))
+        calls.append(calls_of_a_step(engine, drafter, num_requests))
     assert calls[1] - calls[0] <= 8 * MAX_CALLS, calls
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_a_round_of_drafts_waits_once_for_each_way_to_propose(method: str, tiny_target: str, tiny_head: str) -> None:
+@pytest.mark.parametrize("method", tiered(METHODS, ("eagle3", "dspark", "hydra", "sps")))
+def test_a_round_of_drafts_waits_once_for_each_way_to_propose(
+    method: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter, noted = make_drafter(method, tiny_target, tiny_head), list[list[str]]()
     if method == "sps":
-        drafter._model.forward = unwatched(drafter._model.forward)  # type: ignore[attr-defined]
+        monkeypatch.setattr(TargetModel, "forward", unwatched(TargetModel.forward))
     ways: list[int] = []
     propose = watched(drafter.propose, noted)
 

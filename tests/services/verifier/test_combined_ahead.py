@@ -35,7 +35,7 @@ AHEAD = DraftAheadConfig(top_k=8, num_candidates=8, num_steps=4)
 @pytest.mark.parametrize(
     ("mode", "method", "budget"),
     [
-        ("never", "dspark", "fixed"), ("always", "eagle3", "adaptive"), ("never", "lookahead", "fixed"),
+        nightly("never", "dspark", "fixed"), ("always", "eagle3", "adaptive"), ("never", "lookahead", "fixed"),
         nightly("never", "eagle3", "adaptive"),
         nightly("always", "eagle3", "fixed"),
     ],
