@@ -195,7 +195,7 @@ class LLM:
         call = self._submit(prompts, sampling_params, draft)
         with _progress(use_tqdm, len(call.outputs)) as advance:
             for output in self._run(call):
-                output.take()
+                output.unread.clear()
                 advance(not output.num_running)
         return [output.output() for output in call.outputs]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import traceback
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -176,8 +175,7 @@ class _Health(health.aio.HealthServicer):  # type: ignore[name-defined,misc]
         self._closed.set()
 
 
-Method = Callable[[Any, Any], Awaitable[Any]]
-StreamMethod = Callable[[Any, Any], AsyncIterator[Any]]
+Method = Callable[[Any, Any], Awaitable[Any] | AsyncIterator[Any]]
 
 
 class _AuthenticationInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
@@ -224,11 +222,9 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         decode = _Decoder(handler_call_details.method, handler.request_deserializer)
         read = decode.each if handler.request_streaming else decode
         check = _accept if handler_call_details.method.startswith(OPEN_METHODS) else self._check
-        is_generator = inspect.isasyncgenfunction(method)
-        guarded = _guard_stream(method, read, check) if is_generator else _guard(method, read, check)
         wrap = getattr(grpc, f"{kind}_rpc_method_handler")
         # gRPC would answer bytes that it cannot decode with UNKNOWN and the name of an exception
-        wrapped: Handler = wrap(guarded, None, handler.response_serializer)
+        wrapped: Handler = wrap(_guard(method, read, check), None, handler.response_serializer)
         return wrapped
 
 
@@ -263,19 +259,11 @@ def _guard(method: Method, read: Callable[[Any], Any], check: CertificateCheck) 
     async def call(request: Any, context: Any) -> Any:
         try:
             check(context.auth_context())
-            return await method(read(request), context)
-        except Exception as error:
-            await _abort(error, context)
-
-    return call
-
-
-def _guard_stream(method: StreamMethod, read: Callable[[Any], Any], check: CertificateCheck) -> StreamMethod:
-    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-        try:
-            check(context.auth_context())
-            async for response in method(read(request), context):
-                yield response
+            answer = method(read(request), context)
+            if not isinstance(answer, AsyncIterator):
+                return await answer
+            async for response in answer:  # a generator; a coroutine that writes is cancelled at once, with its call
+                await context.write(response)
         except Exception as error:
             await _abort(error, context)
 

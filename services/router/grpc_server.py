@@ -18,8 +18,8 @@ from eyas.rpc import identity
 from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
 from eyas.rpc.messages import GenerateCall
 from eyas.services.router.auth.keys import Access, ApiKeys
-from eyas.services.router.dispatch.dispatcher import LARGE_NUM_LOGPROBS
 from eyas.services.router.dispatch.generation import GenerationService, ReadyChunks
+from eyas.services.router.dispatch.upstream import LARGE_NUM_LOGPROBS
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer

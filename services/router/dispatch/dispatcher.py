@@ -9,49 +9,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import grpc
 import grpc.aio
 
-from eyas.api.request import Chunk, Request, VerifyStepDetails
+from eyas.api.request import Chunk, Request
 from eyas.config import RetryConfig
-from eyas.errors import EyasError, InvalidRequest, Overloaded, RequestFailed, Unavailable, UnknownDrafter, WorkerLost
+from eyas.errors import EyasError, Overloaded, RequestFailed, Unavailable, UnknownDrafter, WorkerLost
 from eyas.protocol.prefix_hash import block_hashes
-from eyas.rpc.convert import chunk_from_proto, generate_call_to_proto
+from eyas.rpc.convert import generate_call_to_proto
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
-from eyas.rpc.status import is_connection_error, status_error
 from eyas.services.discovery.redis_registry import Placement, Registry
 from eyas.services.router.dispatch.poison import ISOLATION_S, Attempt, PoisonDetector
 from eyas.services.router.dispatch.routing import Pair, RoutingRequest
-from eyas.services.router.dispatch.verifier_feed import FedCall, FeedLost
+from eyas.services.router.dispatch.upstream import FeedLost, Take, UpstreamCall
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.telemetry import RouterTelemetry
-from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationStub
 
 MAX_SESSIONS = 65536
-# How long a verifier may take to end a call after its last chunk.
-END_TIMEOUT_S = 1.0
-# The clocks of gRPC and of the event loop may end a call a little before its deadline.
-DEADLINE_TOLERANCE_S = 0.05
-# Log-probabilities of a prompt from which a thread parses their chunk.
-LARGE_NUM_LOGPROBS = 256
-
 # Verifiers that a request may lose in a row before its first token, also if others waited there each time.
 MAX_LOST = 3
-
-# Parts of gRPC's texts for a connection that ended under a call. A refused call, or one that a drain ended, has others.
-_BROKEN_CONNECTION = ("socket closed", "connection reset", "broken pipe")
-# In the text for a call that no verifier got: none was connected, whatever ended the attempt to connect.
-_NOT_CONNECTED = "failed to connect"
-
-GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
 
 log = logging.getLogger(__name__)
 
@@ -88,13 +72,13 @@ class RequestContext:
 
     Attributes:
         deadline: by the clock of the running event loop, in seconds.
-        count: gets the number of each chunk's tokens, read or not.
+        wait_for_room: waits until the client has read enough of what it has.
         placement: where the first completion runs; the others are placed there too, to share its cached prefix.
         body: identifies the client's request, which may have several prompts.
     """
 
     deadline: float
-    count: Callable[[int], object] = bool
+    wait_for_room: Callable[[], Awaitable[None]]
     placement: Placement | None = None
     body: object = field(default_factory=object)
 
@@ -126,10 +110,12 @@ class Dispatcher:
         """Raises PoisonRequest for a request that has ended verifiers a short while ago."""
         self._poison.check(call)
 
-    async def stream(self, call: GenerateCall, context: RequestContext) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a call; the last one has a finish reason.
+    async def run(self, call: GenerateCall, context: RequestContext, take: Take) -> None:
+        """Call `take` with the chunks of a call; the last one has a finish reason, unless `take` wants no more.
 
-        call: one completion, with its seed set and without stop strings.
+        Args:
+            call: one completion, with its seed set and without stop strings.
+            take: see UpstreamCall.
 
         Raises:
             TimeoutError: at the deadline.
@@ -145,16 +131,8 @@ class Dispatcher:
             try:
                 async with self._attempt(pair, state, context) as attempt:
                     traced_call = self._telemetry.upstream_request(state.remaining_call(pair), pair, state.num_retries)
-                    with traced_call as sent, self._call(pair, sent, context) as upstream:
-                        while not upstream.is_finished:
-                            chunk = await upstream.read(self._stall_timeout_s if attempt.has_begun else math.inf)
-                            if chunk.finish_reason == "error" and not state.has_broken:
-                                raise RequestFailed(chunk.message)
-                            if not attempt.has_begun:
-                                self._begin(attempt, pair, state, session, chunk)
-                            state.add(pair, chunk)
-                            yield chunk
-                        await upstream.end()
+                    with traced_call as sent:
+                        await self._call(pair, sent, context, partial(self._take, attempt, pair, state, take))
                 return
             except UnknownDrafter as error:
                 if state.drafter_is_unknown:
@@ -235,30 +213,35 @@ class Dispatcher:
             state.excluded_since = now
         return pair if state.excluded_since is not None and now >= state.excluded_since + ISOLATION_S else None
 
-    @contextmanager
-    def _call(self, pair: Pair, call: GenerateCall, context: RequestContext) -> Iterator[UpstreamCall]:
-        """Call a verifier while the body runs; leaving it early cancels the call."""
+    async def _call(self, pair: Pair, call: GenerateCall, context: RequestContext, take: Take) -> None:
+        """Call a verifier. Raises as `UpstreamCall.run`; an early end cancels the call."""
         remaining_s = context.deadline - asyncio.get_running_loop().time()
         connection = self._workers.connection(pair.verifier)
-        metadata = (*call.trace, *self._workers.metadata)
-        with connection.feed.call() as fed:
-            call = replace(call, feed_id=fed.feed_id if fed else "", feed_call=fed.number if fed else 0)
-            stub = GenerationStub(connection.channel)
-            stream = stub.Generate(generate_call_to_proto(call), timeout=max(remaining_s, 0), metadata=metadata)
-
-            def cancel() -> None:
+        vocab_size = pair.verifier.model.vocab_size
+        upstream = UpstreamCall(call.request, context.deadline, vocab_size, take, context.wait_for_room)
+        stuck = WorkerLost("the verifier is stuck in one step")
+        with (
+            connection.feed.call(upstream) as (feed_id, number),
+            self._workers.in_flight(pair, partial(upstream.fail, stuck)),
+        ):
+            message = generate_call_to_proto(replace(call, feed_id=feed_id, feed_call=number))
+            metadata = (*call.trace, *self._workers.metadata)
+            stream = GenerationStub(connection.channel).Generate(message, timeout=max(remaining_s, 0), metadata=metadata)
+            try:
+                await upstream.run(stream, self._stall_timeout_s)
+            finally:
                 stream.cancel()
-                if fed:
-                    fed.cancel()
 
-            with self._workers.in_flight(pair, cancel):
-                try:
-                    vocab_size, num_left = pair.verifier.model.vocab_size, call.request.sampling.max_tokens
-                    yield UpstreamCall(stream, call.request, context.deadline, vocab_size, num_left, fed)
-                finally:
-                    stream.cancel()
+    def _take(self, attempt: Attempt, pair: Pair, state: _RetryState, take: Take, chunk: Chunk) -> int | None:
+        """Note a verifier's chunk, and take it. Raises RequestFailed for an error that another verifier may not have."""
+        if chunk.finish_reason == "error" and not state.has_broken:
+            raise RequestFailed(chunk.message)
+        if not attempt.has_begun:
+            self._begin(attempt, pair, state, chunk)
+        state.add(pair, chunk)
+        return take(chunk)
 
-    def _begin(self, attempt: Attempt, pair: Pair, state: _RetryState, session: str, chunk: Chunk) -> None:
+    def _begin(self, attempt: Attempt, pair: Pair, state: _RetryState, chunk: Chunk) -> None:
         """Note a verifier's first chunk. From now on only verifiers with the same outputs may continue.
 
         Stores where the session runs, without waiting for the registry.
@@ -268,76 +251,10 @@ class Dispatcher:
         if chunk.finish_reason == "error":
             return
         self._workers.record_success(pair, state.routing)
-        if session:
+        if session := _session_key(state.call.request):
             task = asyncio.create_task(self._sessions.place(session, pair.placement))
             self._placing.add(task)
             task.add_done_callback(self._placing.discard)
-
-
-@dataclass
-class UpstreamCall:
-    """A call to one verifier, whose chunks are read one by one.
-
-    Attributes:
-        deadline: by the clock of the running event loop.
-        num_left: tokens that it may still send.
-        fed: has the chunks that come through the verifier's feed; None if all come on the call's stream.
-    """
-
-    stream: GenerateStream
-    request: Request
-    deadline: float
-    vocab_size: int
-    num_left: int
-    fed: FedCall | None = None
-    is_finished: bool = False
-
-    async def read(self, stall_timeout_s: float) -> Chunk:
-        """Return the next chunk. Raises TimeoutError at the deadline, and Unavailable or WorkerLost for a verifier that
-        stalls, fails, or sends what no sound one sends.
-        """
-        clock = asyncio.get_running_loop().time
-        stalled_at = clock() + stall_timeout_s
-        try:
-            async with asyncio.timeout_at(min(stalled_at, self.deadline)):
-                message = await (self.stream.read() if self.fed is None else self.fed.read(self.stream))
-        except TimeoutError:
-            if stalled_at < self.deadline:
-                raise Unavailable(f"the verifier sent nothing for {stall_timeout_s} s") from None
-            raise
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise _eyas_error(error) from error
-            if self.deadline - clock() <= DEADLINE_TOLERANCE_S:
-                raise TimeoutError from error
-            raise Unavailable("the verifier ended the call before its deadline") from error
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling() > 0:
-                raise
-            raise WorkerLost("the verifier is stuck in one step") from None  # the pool ends the calls of such a one
-        if not isinstance(message, generation_pb2.GenerateChunk):
-            raise Unavailable("the verifier ended the stream without a finish reason")
-        is_large = len(message.prompt_logprobs) > LARGE_NUM_LOGPROBS
-        return await asyncio.to_thread(self._taken, message) if is_large else self._taken(message)
-
-    def _taken(self, message: generation_pb2.GenerateChunk) -> Chunk:
-        """Return a chunk, which counts as read. Raises Unavailable for one that no sound verifier sends."""
-        try:
-            chunk = chunk_from_proto(message, self.request.id)
-        except InvalidRequest as error:
-            raise Unavailable(f"the verifier sent an invalid chunk: {error}") from error
-        self.num_left -= len(chunk.token_ids)
-        self.is_finished = chunk.finish_reason is not None
-        for fault in _faults(chunk, self.vocab_size, self.request, self.num_left):
-            raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
-        return chunk
-
-    async def end(self) -> None:
-        """Wait for the end of a call whose last chunk is read: one that is cancelled before counts as such there."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(END_TIMEOUT_S):
-                await self.stream.code()
 
 
 @dataclass
@@ -452,70 +369,6 @@ def _routing_request(call: GenerateCall, last: Placement | None) -> RoutingReque
         session=_session_key(request),
         block_hashes=block_hashes(request.prompt_ids, request.cache_salt),
     )
-
-
-def _faults(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> Iterator[str]:
-    """Yield what is wrong with a chunk. num_left: tokens that the request may get after it."""
-    step, count = chunk.verify_step, len(chunk.token_ids)
-    logprobs, ids = (*chunk.logprobs, *chunk.prompt_logprobs), chunk.token_ids
-    if logprobs:
-        ids = (*ids, *(token for entry in logprobs for token in (entry.token, *entry.top_ids)))
-    if num_left < 0:
-        yield "more tokens than it was asked for"
-    if num_left <= 0 and chunk.finish_reason is None:
-        yield "no end after the last token"
-    if chunk.finish_reason == "cancelled":
-        yield "an end that this router did not ask for"
-    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        yield f"a token id outside [0, {vocab_size})"
-    if len(chunk.is_draft_token) != count:
-        yield "marks of drafts for other tokens"
-    if (
-        len(chunk.logprobs) != (0 if request.sampling.logprobs is None else count)
-        or len(chunk.prompt_logprobs) not in (0, len(request.prompt_ids))
-        or any(len(entry.top_ids) != len(entry.top_logprobs) for entry in logprobs)
-    ):
-        yield "other log-probabilities than it was asked for"
-    if step and step.details is not None and not _is_tree(step.details, chunk, request, vocab_size):
-        yield "other details of its verify step than it was asked for"
-    if not 0 <= chunk.num_cached <= len(request.prompt_ids):
-        yield "impossible counts"
-    if step and not (0 <= step.accepted <= step.drafted and 0 <= step.depth <= step.drafted):
-        yield "impossible counts"
-
-
-def _is_tree(details: VerifyStepDetails, chunk: Chunk, request: Request, vocab_size: int) -> bool:
-    """Return whether details were asked for, and these are a tree with a path from the root to the
-    chunk's drafted tokens.
-    """
-    tokens, parents, path, size = details.tokens, details.parents, details.path, len(details.tokens)
-    return (
-        request.return_verify_steps
-        and size == len(parents) == len(details.log_probs) >= 1
-        and len(details.sources) in (0, size)
-        and 0 <= min(tokens) <= max(tokens) < vocab_size
-        and all(0 <= parent < max(node, 1) for node, parent in enumerate(parents))
-        and all(0 < node < size for node in path)
-        and [parents[node] for node in path] == [0, *path][: len(path)]
-        and tuple(tokens[node] for node in path) == chunk.token_ids[: len(path)]
-        and len(path) == sum(chunk.is_draft_token)
-    )
-
-
-def _eyas_error(error: grpc.aio.AioRpcError) -> EyasError:
-    """Return the error of a failed call; one that the verifier cancelled may be retried."""
-    if error.code() is grpc.StatusCode.CANCELLED:
-        return Unavailable("the verifier cancelled the call")
-    if error.code() is grpc.StatusCode.UNAVAILABLE and "ping timeout" in (error.details() or ""):
-        return WorkerLost("the verifier does not answer keepalive pings; it hangs, or the network is broken")
-    if is_connection_error(error):  # the log has gRPC's text, which is not for clients
-        details = (error.details() or "").lower()
-        is_lost = _NOT_CONNECTED not in details and any(text in details for text in _BROKEN_CONNECTION)
-        return (WorkerLost if is_lost else Unavailable)("the connection to the verifier failed")
-    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        log.warning("a verifier refuses this router: %s", error.details(), extra={"rate_limited": True})
-        return Unavailable("the verifier refuses this router")
-    return status_error(error)
 
 
 def _log_reason(error: EyasError) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from eyas.api.outputs import TextChunk, TextDecoder
-from eyas.api.request import SamplingParams
+from eyas.api.request import Chunk, SamplingParams
 from eyas.api.validation import check_request
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.rpc.messages import GenerateCall, ModelInfo
@@ -34,9 +35,8 @@ MAX_READY, MAX_READY_BYTES = 64, 2**18
 
 # All chunks that were ready when the reader came for them: one step's, or more of them while it sent the last ones.
 ReadyChunks: TypeAlias = AsyncGenerator[list[TextChunk], None]
-# Takes a chunk, when there is room; or an event, which is set once the reader is done with all before it.
-Put: TypeAlias = Callable[[TextChunk | asyncio.Event], Awaitable[None]]
-Work: TypeAlias = Callable[[], Awaitable[None]]
+Work: TypeAlias = Callable[[], Coroutine[Any, Any, None]]
+Task: TypeAlias = asyncio.Task[None]
 
 # Bad words as token ids, and the special tokens that stop strings hold.
 Words: TypeAlias = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
@@ -45,9 +45,10 @@ Words: TypeAlias = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
 class GenerationService:
     """Service of the models that have a tokenizer here.
 
-    request_timeout_s: the longest duration of a request. threads: for the work that clients' texts cause.
+    tokenizers: of the configured models. threads: for the work that clients' texts cause.
 
     Args:
+        request_timeout_s: the longest duration of a request.
         contents: of the models in whose chats names of special tokens are text.
         aliases: the model of each alias.
     """
@@ -65,18 +66,19 @@ class GenerationService:
         self._aliases = aliases
         self.contents = contents
         self._telemetry = telemetry
-        self._tokenizers = tokenizers
+        self.tokenizers = tokenizers
         self._workers = workers
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
-        self._has_ended = asyncio.Event()
+        self._has_ended = False
+        self._running = set[Task]()  # of all streams
         self.threads = ClientThreads()
         self._last_words: tuple[SamplingParams, Words] = SamplingParams(), ((), frozenset())
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names that requests may give: of the configured models, and their aliases."""
-        return (*self._tokenizers, *self._aliases)
+        return (*self.tokenizers, *self._aliases)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the configured models that a live verifier serves, once for each of their names."""
@@ -101,11 +103,9 @@ class GenerationService:
 
     def end_calls(self) -> None:
         """End all calls with Unavailable, running and later ones: the router stops."""
-        self._has_ended.set()
-
-    def tokenizer(self, model: str) -> Tokenizer:
-        """Return the tokenizer of a configured model."""
-        return self._tokenizers[model]
+        self._has_ended = True
+        for task in self._running:
+            task.cancel()
 
     @contextmanager
     def record_rejection(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[None]:
@@ -116,17 +116,21 @@ class GenerationService:
             with self._telemetry.request(call, operation):
                 raise
 
-    async def prepare(self, call: GenerateCall, caller: str) -> GenerateCall:
-        """Return the call with its model, id and token ids. caller: see ClientThreads.
+    async def prepare(self, call: GenerateCall, caller: str, is_rendered: bool = False) -> GenerateCall:
+        """Return the call with its model, id and token ids.
 
         Raises InvalidRequest, UnknownModel, Unavailable, Overloaded, and PoisonRequest for a request that has just ended
         verifiers.
+
+        Args:
+            caller: see ClientThreads.
+            is_rendered: the prompt's text contains its special tokens.
         """
         name = self._resolve(call.model)
         info = await self.model(name)
         prompt_ids = call.request.prompt_ids
         if call.prompt_text:
-            prompt_ids = await self.encode(info, call.prompt_text, caller)
+            prompt_ids = await self.encode(info, call.prompt_text, caller, is_rendered)
         request = replace(call.request, id=call.request.id or uuid.uuid4().hex, prompt_ids=prompt_ids)
         check_request(request, info.vocab_size, info.max_model_len)
         bad_token_ids, stop_specials = await self._words_as_ids(request.sampling, name, caller)
@@ -144,25 +148,17 @@ class GenerationService:
             return (), frozenset()
         last, words = self._last_words
         if last is not sampling:
-            words = await self.threads.run(caller, _words_as_ids, self._tokenizers[model], sampling)
+            words = await self.threads.run(caller, _words_as_ids, self.tokenizers[model], sampling)
             self._last_words = sampling, words
         return words
 
-    async def encode(
-        self, info: ModelInfo, text: str, caller: str, is_rendered: bool = False, is_inside: bool = False
-    ) -> tuple[int, ...]:
-        """Return the token ids of a text, encoded in a thread.
+    async def encode(self, info: ModelInfo, text: str, caller: str, is_rendered: bool = False) -> tuple[int, ...]:
+        """Return the token ids of a text, encoded in a thread. Raises InvalidRequest for a text that cannot fit.
 
-        Raises InvalidRequest, without a thread or early, for a text that cannot fit.
-
-        Args:
-            is_rendered: the text contains its special tokens.
-            is_inside: other text comes before it.
+        is_rendered: the text contains its special tokens.
         """
-        tokenizer = self._tokenizers[info.name]
-        tokenizer.check_length(len(text), info.max_model_len)
-        ids = await self.threads.run(caller, tokenizer.encode_within, text, info.max_model_len, is_rendered or is_inside)
-        return await self.threads.run(caller, tokenizer.encode_inside, text) if is_inside else ids
+        encode = self.tokenizers[info.name].encode_within
+        return await self.threads.run(caller, encode, text, info.max_model_len, is_rendered)
 
     def stream(
         self,
@@ -177,46 +173,50 @@ class GenerationService:
             calls: what `prepare` returned. Their completions are numbered through.
             operation: "chat" or "text_completion", as in the GenAI conventions.
             timeout_s: the client's own limit for each call.
-            count: see `RequestContext`.
+            count: gets the number of each chunk's tokens, read or not.
 
         Raises:
             TimedOut: at the earlier of the client's and the router's limit.
-            EyasError: as `Dispatcher.stream`, and Unavailable when the router stops.
+            EyasError: as `Dispatcher.run`, and Unavailable when the router stops.
         """
         timeout_s = min(timeout_s or self._request_timeout_s, self._request_timeout_s)
         call_slots, slots = (asyncio.Semaphore(MAX_CONCURRENT_COMPLETIONS) for _ in range(2))
 
-        async def run_call(call: GenerateCall, first: int, put: Put) -> None:
-            """Put the chunks of one call, whose completions begin with the number `first`."""
-            context = RequestContext(asyncio.get_running_loop().time() + timeout_s, count, body=slots)
+        async def run_call(call: GenerateCall, first: int, queue: ReadyQueue) -> None:
+            """Queue the chunks of one call, whose completions begin with the number `first`."""
+            context = RequestContext(asyncio.get_running_loop().time() + timeout_s, queue.wait_for_room, body=slots)
             with self._telemetry.request(call, operation) as traced:
                 try:
+                    if self._has_ended:
+                        raise _stopping()
                     call = traced.set_call(call)
                     if traced.texts is not None:
-                        decode = self._tokenizers[call.model].decode
+                        decode = self.tokenizers[call.model].decode
                         traced.prompt_text = await asyncio.to_thread(decode, call.request.prompt_ids)
 
-                    works = (partial(self._complete, *each, context, traced, put) for each in self._completions(call, first))
-                    await (next(works)() if call.request.sampling.n == 1 else run_all(works, slots))
-                    await put(is_read := asyncio.Event())
-                    await is_read.wait()  # a client that leaves before counts as such
+                    works = (
+                        partial(self._dispatcher.run, completion, context, partial(_take, decoder, traced, count, queue))
+                        for completion, decoder in self._completions(call, first)
+                    )
+                    await run_all(works, call.request.sampling.n, slots)
+                    await queue.wait_until_read()  # a client that leaves before counts as such
                 except TimeoutError as error:
                     raise TimedOut(f"the request was not done within {timeout_s:.1f} s") from error
                 except asyncio.CancelledError:
-                    if self._has_ended.is_set():  # counted as UNAVAILABLE, not as a client that left
+                    if self._has_ended:  # counted as UNAVAILABLE, not as a client that left
                         raise _stopping() from None
                     raise
 
-        def run_calls(put: Put) -> Awaitable[None]:
+        def run_calls(queue: ReadyQueue) -> Coroutine[Any, Any, None]:
             firsts = accumulate((call.request.sampling.n for call in calls), initial=0)
-            works = (partial(run_call, call, first, put) for call, first in zip(calls, firsts, strict=False))
-            return run_all(works, call_slots)
+            works = (partial(run_call, call, first, queue) for call, first in zip(calls, firsts, strict=False))
+            return run_all(works, len(calls), call_slots)
 
-        return ready_chunks(run_calls, self._has_ended)
+        return ready_chunks(run_calls, self._running)
 
     def _completions(self, call: GenerateCall, first: int) -> Iterator[tuple[GenerateCall, TextDecoder]]:
         """Yield each completion of a call, with what decodes its chunks. first: number of the first."""
-        tokenizer, request = self._tokenizers[call.model], call.request
+        tokenizer, request = self.tokenizers[call.model], call.request
         is_constrained = request.sampling.structured_outputs is not None
         left_context = partial(tokenizer.left_context, request.prompt_ids, is_constrained)
         for index, sampling in enumerate(request.sampling.completions(), first):
@@ -235,136 +235,127 @@ class GenerationService:
             decoder = TextDecoder(text, stop_token_ids, num_prompt, sampling.seed, index)
             yield replace(call, request=completion), decoder
 
-    async def _complete(
-        self, call: GenerateCall, decoder: TextDecoder, context: RequestContext, traced: RequestSpan, put: Put
-    ) -> None:
-        """Put the chunks of one completion with their text. A stop string ends it, for the verifier would go on."""
-        async with aclosing(self._dispatcher.stream(call, context)) as chunks:
-            async for received in chunks:
-                chunk = decoder.add(received)
-                traced.add(chunk)
-                context.count(len(chunk.chunk.token_ids))
-                await put(chunk)
-                if decoder.stopped:
-                    return
-
     def _served(self, name: str) -> ModelInfo | None:
-        if self._has_ended.is_set():
+        if self._has_ended:
             raise _stopping()
         infos = (lease.model for lease in self._workers.snapshot().verifiers if lease.model.name == name)
         return max(infos, key=lambda info: info.max_model_len, default=None)
 
     def _resolve(self, model: str) -> str:
-        if (found := self._aliases.get(model, model)) in self._tokenizers:
+        if (found := self._aliases.get(model, model)) in self.tokenizers:
             return found
         if model:
             raise UnknownModel(f"model {model[:80]!r} is not served here; known: {', '.join(self.names)}", "model")
-        if len(self._tokenizers) > 1:
-            raise InvalidRequest(f"several models are served here; name one of {', '.join(self._tokenizers)}", "model")
-        return next(iter(self._tokenizers))
+        if len(self.tokenizers) > 1:
+            raise InvalidRequest(f"several models are served here; name one of {', '.join(self.tokenizers)}", "model")
+        return next(iter(self.tokenizers))
 
 
 def _words_as_ids(tokenizer: Tokenizer, sampling: SamplingParams) -> Words:
     return tokenizer.bad_token_ids(sampling.bad_words), tokenizer.specials_in(sampling.stop)
 
 
-async def run_all(works: Iterable[Work], slots: asyncio.Semaphore) -> None:
-    """Run all works at once, each as a task, so that its log lines carry its own request's id. An error of one ends all.
+def _take(
+    decoder: TextDecoder, traced: RequestSpan, count: Callable[[int], object], queue: ReadyQueue, received: Chunk
+) -> int | None:
+    """Queue a chunk of a completion with its text. A stop string ends it, for the verifier would go on."""
+    chunk = decoder.add(received)
+    traced.add(chunk)
+    count(len(chunk.chunk.token_ids))
+    num_unread = queue.add(chunk)
+    return None if decoder.stopped else num_unread
+
+
+async def run_all(works: Iterable[Work], num_works: int, slots: asyncio.Semaphore) -> None:
+    """Run all works at once, several as tasks, so that log lines carry each request's id. An error of one ends all.
 
     Each is taken from `works` and started once there is a slot, one in each round of the event loop. So a body of many
     prompts neither keeps it from other requests nor fills the memory that each garbage collection visits.
     """
+    if num_works == 1:
+        (work,) = works
+        await work()
+        return
     try:
         async with asyncio.TaskGroup() as group:
-            iterator = iter(works)
-            while True:
+            for work in works:
                 await slots.acquire()
-                if (work := next(iterator, None)) is None:
-                    slots.release()
-                    break
-                group.create_task(work()).add_done_callback(lambda _: slots.release())  # type: ignore[arg-type]
+                group.create_task(work()).add_done_callback(lambda _: slots.release())
                 await asyncio.sleep(0)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
 
 
-class _ReadyQueue:
-    """Queue of chunks for a reader that takes all of them at once.
-
-    Attributes:
-        has_news: set while there is something for the reader.
-        read: set once the reader is done with all chunks.
-        endings: what ended the stream, the first counts: an error, or None if all went well.
-    """
+class ReadyQueue:
+    """Queue of chunks for a reader that takes all of them at once. has_news: set while there is something for it."""
 
     def __init__(self) -> None:
         self.has_news = asyncio.Event()
-        self.chunks: list[TextChunk] = []
-        self.read: list[asyncio.Event] = []
-        self.endings: list[Exception | None] = []
+        self._chunks: list[TextChunk] = []
         self._num_bytes = 0
+        self._num_unread = Counter[int]()
         self._has_room = asyncio.Event()
+        self._readings: list[asyncio.Event] = []
 
-    async def put(self, item: TextChunk | asyncio.Event) -> None:
-        if isinstance(item, asyncio.Event):
-            self.read.append(item)
-        else:
-            while len(self.chunks) >= MAX_READY or self._num_bytes >= MAX_READY_BYTES:
-                self._has_room.clear()
-                await self._has_room.wait()
-            self.chunks.append(item)
-            self._num_bytes += item.chunk.num_bytes
+    def add(self, chunk: TextChunk) -> int:
+        """Queue a chunk; return how many of its completion wait."""
+        inner = chunk.chunk
+        self._chunks.append(chunk)
+        self._num_bytes += inner.num_bytes
+        self._num_unread[inner.index] += 1
         self.has_news.set()
+        return self._num_unread[inner.index]
 
-    def end(self, error: Exception | None = None) -> None:
-        self.endings.append(error)
+    async def wait_for_room(self) -> None:
+        """Wait while as much is queued as the router holds for a client."""
+        while len(self._chunks) >= MAX_READY or self._num_bytes >= MAX_READY_BYTES:
+            self._has_room.clear()
+            await self._has_room.wait()
+
+    async def wait_until_read(self) -> None:
+        """Wait until the reader is done with all that has been queued."""
+        self._readings.append(is_read := asyncio.Event())
         self.has_news.set()
+        await is_read.wait()
 
-    def take(self) -> list[TextChunk]:
-        taken, self.chunks = self.chunks, []
+    def take(self) -> tuple[list[TextChunk], list[asyncio.Event]]:
+        """Remove and return all chunks, and what the reader sets once it is done with them."""
+        taken = self._chunks, self._readings
+        self._chunks, self._readings = [], []
         self._num_bytes = 0
+        self._num_unread.clear()
         self._has_room.set()
+        self.has_news.clear()
         return taken
 
 
-async def ready_chunks(work: Callable[[Put], Awaitable[None]], has_ended: asyncio.Event) -> ReadyChunks:
-    """Yield what a work puts, all that is ready at once. Closing it early, or an error of the work, ends the work.
+async def ready_chunks(work: Callable[[ReadyQueue], Coroutine[Any, Any, None]], running: set[Task]) -> ReadyChunks:
+    """Yield what a work queues, all that is ready at once. Closing it early, or an error of the work, ends the work.
 
-    has_ended: set when the router stops, which ends it with Unavailable.
+    running: has the work's task until then. Who cancels it ends the stream with Unavailable.
     """
-    queue = _ReadyQueue()
-
-    async def run() -> None:
-        try:
-            await work(queue.put)
-        except Exception as error:
-            queue.end(error)
-        else:
-            queue.end()
-
-    async def end() -> None:
-        await has_ended.wait()
-        queue.end(_stopping())
-
-    tasks = asyncio.create_task(run()), asyncio.create_task(end())
+    queue = ReadyQueue()
+    task = asyncio.create_task(work(queue))
+    task.add_done_callback(lambda _: queue.has_news.set())
+    running.add(task)
     try:
         while True:
             await queue.has_news.wait()
-            queue.has_news.clear()
-            endings, read, queue.read = list(queue.endings), queue.read, []
-            if queue.chunks:
-                yield queue.take()
-            for event in read:
-                event.set()
-            if endings and endings[0]:
-                raise endings[0]
-            if endings:
+            is_last = task.done()
+            chunks, readings = queue.take()
+            if chunks:
+                yield chunks
+            for is_read in readings:
+                is_read.set()
+            if is_last:
+                if task.cancelled():
+                    raise _stopping()
+                task.result()
                 return
     finally:
-        # both at once: a second cancellation, which may come at any await, would leave the other running
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        running.discard(task)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 def _stopping() -> Unavailable:

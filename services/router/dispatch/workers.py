@@ -20,7 +20,7 @@ from eyas.rpc.identity import Pem
 from eyas.rpc.messages import Lease
 from eyas.services.discovery.base import Discovery, cancel_task
 from eyas.services.router.dispatch.routing import Pair, RoutingRequest, WorkerSnapshot, pick
-from eyas.services.router.dispatch.verifier_feed import VerifierFeed
+from eyas.services.router.dispatch.upstream import VerifierFeed
 from eyas.v1 import worker_pb2
 from eyas.v1.worker_pb2_grpc import WorkerStub
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -42,7 +42,6 @@ from eyas.telemetry.logging import escaped
 from eyas.telemetry.tracing import trace_pairs
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.chat_template import ChatTemplate
-from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import Tokenizer
 
 MAX_CHOICES = 1024
@@ -50,84 +49,107 @@ MAX_QUOTED_NAME = 80
 # Characters that the router adds to the id of a client: the kind of request, and the number of the prompt.
 ID_AFFIX_LENGTH = 16
 
+BodyT = TypeVar("BodyT")
 ResultT = TypeVar("ResultT")
+
+
+def until_disconnect(
+    endpoint: Callable[[GenerationEndpoints, BodyT, Request], Awaitable[ResultT]],
+) -> Callable[[GenerationEndpoints, BodyT, Request], Awaitable[ResultT]]:
+    """Let an endpoint end with its client. Raises ClientDisconnected then."""
+
+    @wraps(endpoint)
+    async def ended(self: GenerationEndpoints, body: BodyT, request: Request) -> ResultT:
+        return await cancel_on_disconnect(request.receive, endpoint(self, body, request))
+
+    return ended
 
 
 @dataclass(frozen=True)
 class GenerationEndpoints:
-    """The endpoints that generate or encode.
+    """The endpoints that generate or encode. All raise the errors of GenerationService.
 
     Attributes:
         templates: of every model, None if it has none.
-        keepalive_interval_s: silence of a stream after which its client gets a comment. All endpoints raise the errors of
-            GenerationService, and ClientDisconnected.
+        keepalive_interval_s: silence of a stream after which its client gets a comment.
     """
 
     service: GenerationService
     templates: Mapping[str, ChatTemplate | None]
     keepalive_interval_s: float
 
+    @until_disconnect
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """Respond to /v1/completions."""
         received = _received_call("cmpl-", request, body.request_id)
         with self.service.record_rejection(received):
             _check(body)
-            info = await self._model(body.model, request)
+            info = await self.service.model(body.model)
             for prompt in body.prompt:
                 if not isinstance(prompt, str):
                     check_prompt_length(len(prompt), info.max_model_len)
             with named_by(body.name_of):
-                requested = _completion_calls(body, info)
+                defaults = info.defaults(DEFAULT_COMPLETION_TOKENS)
+                max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
+                max_tokens = 1 if body.scores_prompt_only else max_tokens  # a verifier emits at least one
+                counts = {"logprobs": body.logprobs, "prompt_logprobs": body.num_prompt_logprobs}
+                sampling = body.sampling(defaults, max_tokens, **counts)
+                requested = [body.call(prompt, sampling) for prompt in body.prompt]
                 if body.suffix:
-                    around = self._around(body, info, request, requested)
-                    requested = await cancel_on_disconnect(request.receive, around)
-            calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
+                    requested = await self._run(request, self._around, body, info, requested)
+            calls = await self._prepare(body, received, request, requested)
             rejection = self.service.record_rejection(received)
             chunks = request.state.access.meter(partial(self.service.stream, calls), calls, rejection)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
-            tokenizer = self.service.tokenizer(info.name)
+            tokenizer = self.service.tokenizers[info.name]
             echoes = await self._run(request, _echoes, body, tokenizer) if body.echo else []
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, received.request.id, info.name, tokenizer, prompts, echoes)
             writer.reserve(request.state.hold)
         return await self._respond(body, body.stream, request, writer, chunks)
 
+    @until_disconnect
     async def chat(self, body: ChatBody, request: Request) -> Response:
         """Respond to /v1/chat/completions."""
         return await self._chat("chatcmpl-", body, request, body.stream, lambda writer: writer)
 
+    @until_disconnect
     async def responses(self, body: ResponsesBody, request: Request) -> Response:
         """Respond to /v1/responses."""
         with named_by(body.name_of):
             chat = await self._run(request, body.chat)
             return await self._chat("resp_", chat, request, body.stream, partial(ResponsesWriter, body))
 
+    @until_disconnect
     async def messages(self, body: MessagesBody, request: Request) -> Response:
         """Respond to /v1/messages."""
         chat = await self._run(request, body.chat)
         return await self._chat("msg_", chat, request, body.stream, MessagesWriter)
 
+    @until_disconnect
     async def count_tokens(self, body: PromptBody, request: Request) -> dict[str, int]:
         """Respond to /v1/messages/count_tokens."""
-        chat = await self._run(request, body.chat)
-        return {"input_tokens": len(await self._encode_chat(chat, await self._model(body.model, request), request))}
+        info = await self.service.model(body.model)
+        return {"input_tokens": len(await self._run(request, lambda: self._encode_chat(body.chat(), info)))}
 
+    @until_disconnect
     async def tokenize(self, body: TokenizeBody, request: Request) -> Response:
         """Respond to /tokenize."""
-        info = await self._model(body.model, request)
+        info = await self.service.model(body.model)
         if body.prompt is None:
-            token_ids = await self._encode_chat(await self._run(request, body.chat), info, request)
+            token_ids = await self._run(request, lambda: self._encode_chat(body.chat(), info))
         else:
             is_rendered = body.add_special_tokens is False
             token_ids = await self.service.encode(info, body.prompt, request.state.caller, is_rendered)
-        tokenizer = self.service.tokenizer(info.name)
+        tokenizer = self.service.tokenizers[info.name]
         return await self._run(request, lambda: _json(body.response(token_ids, info, tokenizer)))
 
+    @until_disconnect
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Respond to /detokenize."""
-        info = await self._model(body.model, request)
-        return await self._run(request, lambda: _json(body.response(info, self.service.tokenizer(info.name))))
+        info = await self.service.model(body.model)
+        return await self._run(request, lambda: _json(body.response(info, self.service.tokenizers[info.name])))
 
     async def _chat(
         self,
@@ -145,88 +167,78 @@ class GenerationEndpoints:
         """
         received = _received_call(prefix, request, body.request_id)
         with self.service.record_rejection(received, "chat"):
-            info = await self._model(body.model, request)
-            requested = [await self._chat_call(body, info, request)]
-            calls = await cancel_on_disconnect(request.receive, self._prepare(body, received, request, requested))
+            info = await self.service.model(body.model)
+            requested = [await self._run(request, self._chat_call, body, info)]
+            calls = await self._prepare(body, received, request, requested)
             rejection = self.service.record_rejection(received, "chat")
             chunks = request.state.access.meter(partial(self.service.stream, calls, "chat"), calls, rejection)
             prompts = [call.request.prompt_ids for call in calls]
-            writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizer(info.name), prompts)
+            writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizers[info.name], prompts)
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
             writer.reserve(request.state.hold)
         return await self._respond(body, stream, request, write(writer), chunks)
 
     async def _run(self, request: Request, function: Callable[..., ResultT], *args: Any) -> ResultT:
         """Return what a function makes of a client's text, in one of its threads."""
-        work = self.service.threads.run(request.state.caller, function, *args)
-        return await cancel_on_disconnect(request.receive, work)
-
-    async def _model(self, name: str, request: Request) -> ModelInfo:
-        """Return the requested model; the client may have to wait for a verifier of it."""
-        return await cancel_on_disconnect(request.receive, self.service.model(name))
+        return await self.service.threads.run(request.state.caller, function, *args)
 
     async def _respond(
         self, body: CompletionBody | ChatBody, stream: bool, request: Request, writer: StreamWriter, chunks: ReadyChunks
     ) -> Response:
-        """Return one JSON response, or a stream of events.
-
-        The first event is awaited: an error before it has its own status.
-        """
+        """Return one JSON response, or a stream of events."""
         headers = {"X-Request-Id": writer.id}
         if not stream:
-            answer = await cancel_on_disconnect(request.receive, writer.response(chunks))
+            answer = await writer.response(chunks)
             if num_values(answer) > LARGE_NUM_VALUES:
                 return await asyncio.to_thread(_json, answer, headers)
             return _json(answer, headers)
-        events = stream_events(writer, chunks, body.name_of)
-        first = await cancel_on_disconnect(request.receive, anext(events, None))
-        return EventStream(writer, first, events, headers, self.keepalive_interval_s)
+        return EventStream(writer, stream_events(writer, chunks, body.name_of), headers, self.keepalive_interval_s)
 
-    async def _encode_chat(self, body: ChatBody, info: ModelInfo, request: Request) -> tuple[int, ...]:
-        """Return the token ids of a chat's prompt."""
+    def _encode_chat(self, body: ChatBody, info: ModelInfo) -> tuple[int, ...]:
+        """Return the token ids of a chat's prompt. Meant for a thread."""
         template = self.templates[info.name]
         if template is None:
             reason = f"model {info.name!r} has no chat template; use /v1/completions, or set its chat_template"
             raise InvalidRequest(reason, "messages")
         with named_by(body.name_of):
-            self.service.tokenizer(info.name).check_length(
-                sum(len(message.content) for message in body.messages), info.max_model_len
-            )
+            tokenizer = self.service.tokenizers[info.name]
+            tokenizer.check_length(sum(len(message.content) for message in body.messages), info.max_model_len)
             contents = self.service.contents.get(info.name)
-            text = await self._run(request, _render, template, body, contents)
-            if contents:
-                return await self._run(request, contents.encode, text, info.max_model_len, not body.add_special_tokens)
-            return await self.service.encode(info, text, request.state.caller, is_rendered=not body.add_special_tokens)
+            encode = contents.encode if contents else tokenizer.encode_within
+            messages = [message.template_value for message in body.messages]
+            marked = contents.mark if contents else lambda value: value
+            text = template.render(messages, body.template_variables, body.continue_final_message, marked)
+            return encode(text, info.max_model_len, not body.add_special_tokens)
 
-    async def _chat_call(self, body: ChatBody, info: ModelInfo, request: Request) -> GenerateCall:
-        token_ids = await self._encode_chat(body, info, request)
+    def _chat_call(self, body: ChatBody, info: ModelInfo) -> GenerateCall:
+        """Return the call of a chat. Meant for a thread: messages and tools may be large."""
+        token_ids = self._encode_chat(body, info)
         defaults = info.defaults(max(info.max_model_len - len(token_ids), 1))
         max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         with named_by(body.name_of):
             sampling = body.sampling(defaults, max_tokens, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs)
             output = self._chat_output(body, info, token_ids)
-            constraint = await self._run(request, output.constraint, sampling.structured_outputs)  # tools may be large
+            constraint = output.constraint(sampling.structured_outputs)
             if constraint is not None:
                 constraint = replace(constraint, **body.whitespace)
             budget = output.reasoning_budget(body.thinking_token_budget)
             sampling = replace(sampling, structured_outputs=constraint, reasoning_budget=budget)
         return replace(body.call(token_ids, sampling), kept_tokens=output.kept_tokens)
 
-    async def _around(
-        self, body: CompletionBody, info: ModelInfo, request: Request, calls: Sequence[GenerateCall]
-    ) -> list[GenerateCall]:
-        """Return the calls with prompts that have the suffix after the output."""
-        tokenizer, caller = self.service.tokenizer(info.name), request.state.caller
+    def _around(self, body: CompletionBody, info: ModelInfo, calls: Sequence[GenerateCall]) -> list[GenerateCall]:
+        """Return the calls with prompts that have the suffix after the output. Meant for a thread."""
+        tokenizer, found = self.service.tokenizers[info.name], list[GenerateCall]()
         format_ = middle_format(tokenizer, info.name)
-        suffix = await self.service.encode(info, body.suffix, caller, is_inside=True)
-        sampling, found = calls[0].request.sampling, list[GenerateCall]()  # of all prompts
+        tokenizer.encode_within(body.suffix, info.max_model_len, is_rendered=True)
+        suffix = tokenizer.encode_inside(body.suffix)
+        sampling = calls[0].request.sampling  # of all prompts
         ends = (*sampling.stop_token_ids, *end_tokens(format_, tokenizer))
         sampling = replace(sampling, stop_token_ids=tuple(dict.fromkeys(ends)))
         for call in calls:
             prefix = call.request.prompt_ids
             if call.prompt_text:
-                prefix = await self.service.encode(info, call.prompt_text, caller, is_rendered=True)
+                prefix = tokenizer.encode_within(call.prompt_text, info.max_model_len, is_rendered=True)
             prompt = middle_prompt(format_, tokenizer, prefix, suffix)
             own = replace(call.request, prompt_ids=prompt, sampling=sampling)
             found.append(replace(call, prompt_text=None, request=own))
@@ -236,7 +248,7 @@ class GenerationEndpoints:
         """Return how the output of a chat is constrained and read."""
         template = self.templates[info.name]
         form = template.format if template else ChatFormat()
-        return ChatOutput(body, info.name, form, self.service.tokenizer(info.name), prompt)
+        return ChatOutput(body, info.name, form, self.service.tokenizers[info.name], prompt)
 
     async def _prepare(
         self, body: CompletionBody | ChatBody, received: GenerateCall, request: Request, calls: Sequence[GenerateCall]
@@ -249,24 +261,13 @@ class GenerationEndpoints:
                 id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
                 own = replace(call.request, id=id_)
                 call = replace(call, request=own, trace=received.trace, arrived_at=received.arrived_at)
-                if call.prompt_text and not body.add_special_tokens:
-                    info = await self.service.model(call.model)
-                    token_ids = await self.service.encode(info, call.prompt_text, caller, is_rendered=True)
-                    call = replace(call, prompt_text=None, request=replace(call.request, prompt_ids=token_ids))
-                prepared.append(await self.service.prepare(access.authorize(call), caller))
+                prepared.append(await self.service.prepare(access.authorize(call), caller, not body.add_special_tokens))
                 await asyncio.sleep(0)  # between the prompts of a long list, other requests have their turn
         return prepared
 
 
 def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Response:
     return BlockResponse(json_blocks(answer), headers, "application/json")
-
-
-def _render(template: ChatTemplate, body: ChatBody, contents: ContentText | None) -> str:
-    """Return a chat as text. contents: marks names of special tokens in it."""
-    messages = [message.template_value for message in body.messages]
-    marked = contents.mark if contents else lambda value: value
-    return template.render(messages, body.template_variables, body.continue_final_message, marked)
 
 
 def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateCall:
@@ -290,15 +291,6 @@ def _check(body: CompletionBody) -> None:
         if body.prompt_logprobs is not None:
             reason = "echo with logprobs scores the prompt already; leave prompt_logprobs out"
             raise InvalidRequest(reason, "prompt_logprobs")
-
-
-def _completion_calls(body: CompletionBody, info: ModelInfo) -> list[GenerateCall]:
-    """Return a call for each prompt. A verifier emits at least one token, so scoring a prompt asks for one."""
-    defaults = info.defaults(DEFAULT_COMPLETION_TOKENS)
-    max_tokens = int(defaults["max_tokens"]) if body.num_tokens is None else body.num_tokens
-    max_tokens = 1 if body.scores_prompt_only else max_tokens
-    sampling = body.sampling(defaults, max_tokens, logprobs=body.logprobs, prompt_logprobs=body.num_prompt_logprobs)
-    return [body.call(prompt, sampling) for prompt in body.prompt]
 
 
 def _echoes(body: CompletionBody, tokenizer: Tokenizer) -> list[str]:

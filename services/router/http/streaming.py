@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Mapping
 from typing import Any, TypeVar
@@ -122,14 +121,12 @@ class BlockResponse(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. Each is requested when the one before is sent; an error after the first is an event too.
+    """Server-sent events. Each is requested when the one before is sent.
 
-    While none comes, a comment is sent every `keepalive_interval_s`, so that no proxy closes a silent connection.
+    An error before the first has a response of its own, later ones are events. While none comes after the first, a comment
+    is sent every `keepalive_interval_s`, so that no proxy closes a silent connection.
 
-    Args:
-        writer: says what comes before an event, and how the stream ends.
-        first: the first event; None if there is none.
-        events: the others.
+    writer: says what comes before an event, and how the stream ends.
     """
 
     media_type = "text/event-stream"
@@ -137,7 +134,6 @@ class EventStream(Response):
     def __init__(
         self,
         writer: StreamWriter,
-        first: dict[str, Any] | None,
         events: AsyncGenerator[dict[str, Any], None],
         headers: dict[str, str],
         keepalive_interval_s: float,
@@ -145,30 +141,31 @@ class EventStream(Response):
         super().__init__(headers={**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._writer = writer
-        self._first = first
         self._events = events
         self._keepalive_interval_s = keepalive_interval_s
         self._sending = asyncio.Lock()  # a comment would break an event in blocks
-        self._sent_at = 0.0
+        self._sent_at = 0.0  # before the response has started
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with contextlib.suppress(ClientDisconnected):
-                await cancel_on_disconnect(receive, self._send(send))
+            await cancel_on_disconnect(receive, self._send(send))
+        except ClientDisconnected:
+            if not self._sent_at:
+                raise
         finally:
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:
+        event = await anext(self._events, None)
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._sent_at = asyncio.get_running_loop().time()
         keepalive = asyncio.create_task(self._send_comments(send))
         failure: EyasError | None = None
         try:
             try:
-                if self._first is not None:
-                    await self._write(send, await encoded(self._first, self._writer.before(self._first)))
-                async for event in self._events:
+                while event is not None:
                     await self._write(send, await encoded(event, self._writer.before(event)))
+                    event = await anext(self._events, None)
             except EyasError as error:
                 log.warning("request %s: %s", self._writer.id, error, extra={"rate_limited": True})
                 failure = error

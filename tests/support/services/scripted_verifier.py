@@ -26,6 +26,7 @@ from eyas.services.router.auth.keys import ApiKeys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
 from eyas.services.router.dispatch.generation import GenerationService
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
+from eyas.services.router.dispatch.upstream import UpstreamCall
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer
 from eyas.services.router.telemetry import RouterTelemetry
@@ -51,6 +52,26 @@ PROMPT = TOKENS[:4]
 REST = TOKENS[4:]
 PROMPT_TEXT = load_tokenizer(DEMO).decode(PROMPT)
 CALL = GenerateCall(Request("r", PROMPT, SamplingParams(len(REST), temperature=0.0)))
+
+
+@dataclass
+class Received:
+    """Tokens of a call. is_slow: their reader leaves what the feed has."""
+
+    is_slow: bool = False
+    tokens: list[int] = field(default_factory=list)
+
+    def call(self, deadline_s: float = 60.0, vocab_size: int = 10, request: Request = CALL.request) -> UpstreamCall:
+        """Return a call whose chunks come here. deadline_s: from now on."""
+        deadline = asyncio.get_running_loop().time() + deadline_s
+        return UpstreamCall(request, deadline, vocab_size, self.add, self.wait_for_room)
+
+    def add(self, chunk: Chunk) -> int:
+        self.tokens += chunk.token_ids
+        return len(self.tokens) if self.is_slow else 1
+
+    async def wait_for_room(self) -> None:
+        await asyncio.sleep(0.001 * self.is_slow)
 
 
 def request_with(**changes: object) -> GenerateCall:

@@ -74,9 +74,7 @@ class MessagesWriter:
         yield {"type": "message_delta", "delta": self._ending, "usage": _usage(ending["usage"])}
         yield {"type": "message_stop"}
 
-    def before(self, event: dict[str, Any]) -> str:
-        """Return what comes before the JSON of an event."""
-        return event_name(event)
+    before = staticmethod(event_name)
 
     def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
         """Yield what ends a stream. error: what failed after the first event."""

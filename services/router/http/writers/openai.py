@@ -289,7 +289,7 @@ class ResponseWriter:
         )
         if self.new_parser is not None:
             delta = self._parsed(delta, chunk, self.new_parser)
-        if not delta.is_empty:
+        if is_first and not delta.is_empty:
             self._visible.add(index)
         return delta
 

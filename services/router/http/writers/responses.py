@@ -63,9 +63,7 @@ class ResponsesWriter:
             yield from self._done(self._items[-1])
         yield self._event(f"response.{response['status']}", response=response)
 
-    def before(self, event: dict[str, Any]) -> str:
-        """Return what comes before the JSON of an event."""
-        return event_name(event)
+    before = staticmethod(event_name)
 
     def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
         """Yield what ends a stream. error: what failed after the first event."""

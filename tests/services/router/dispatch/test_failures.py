@@ -15,7 +15,6 @@ from eyas.rpc.server import GENERATION_SERVICE, RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.local.cluster import free_port
-from eyas.services.router.dispatch.dispatcher import UpstreamCall
 from eyas.v1 import generation_pb2
 from tests.support.services.scripted_verifier import (
     CALL,
@@ -25,6 +24,7 @@ from tests.support.services.scripted_verifier import (
     PROMPT,
     REST,
     TOKENS,
+    Received,
     Script,
     failure,
     router,
@@ -60,9 +60,7 @@ async def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
     upstream = Upstream()
 
     async def consume() -> None:
-        deadline = asyncio.get_running_loop().time() + 60
-        await UpstreamCall(upstream, CALL.request, deadline, 10, 10).read(30)  # type: ignore[arg-type]
-        await asyncio.Event().wait()
+        await Received().call().run(upstream, 30)  # type: ignore[arg-type]
 
     task = asyncio.create_task(consume())
     await asyncio.sleep(0)
@@ -80,19 +78,26 @@ async def test_a_cancellation_is_not_lost_to_a_message(turns: int) -> None:
     [(0.02, 60.0, TimeoutError), (60.0, 0.02, Unavailable), (60.0, 60.0, WorkerLost)],
     ids=["deadline", "stall", "pool"],
 )
-async def test_a_cancelled_read_says_who_ended_it(deadline_s: float, stall_timeout_s: float, error: type[Exception]) -> None:
-    message = asyncio.get_running_loop().create_future()
-
+async def test_a_call_that_ends_early_says_who_ended_it(
+    deadline_s: float, stall_timeout_s: float, error: type[Exception]
+) -> None:
     class Upstream:
-        async def read(self) -> None:
-            if error is WorkerLost:  # the pool ends the calls of a stuck verifier
-                message.cancel()
-            await message
+        num_read = 0
 
-    deadline = asyncio.get_running_loop().time() + deadline_s
+        async def read(self) -> generation_pb2.GenerateChunk:
+            self.num_read += 1
+            if self.num_read > 1:
+                await asyncio.Event().wait()
+            return generation_pb2.GenerateChunk(token_ids=[1], is_draft_token=[False])
+
+    received = Received()
+    call = received.call(deadline_s)
+    if error is WorkerLost:  # the pool ends the calls of a stuck verifier
+        asyncio.get_running_loop().call_later(0.02, call.fail, WorkerLost("stuck"))
     with pytest.raises(error) as raised:
-        await UpstreamCall(Upstream(), CALL.request, deadline, 10, 10).read(stall_timeout_s)  # type: ignore[arg-type]
+        await call.run(Upstream(), stall_timeout_s)  # type: ignore[arg-type]
     assert raised.type is error
+    assert received.tokens == [1]
 
 
 async def test_no_error_names_an_internal_address(url: str, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,7 +1,6 @@
 """Output that a client has not read: how much the router holds, and how it counts."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -13,7 +12,8 @@ from eyas.api.request import Chunk, TokenLogprob
 from eyas.rpc.messages import GenerateCall
 from eyas.services.router.auth.keys import Access, ApiKey, hash_of
 from eyas.services.router.auth.quota import KeyLimits, Quota
-from eyas.services.router.dispatch.generation import MAX_READY_BYTES, GenerationService, Put, ready_chunks
+from eyas.services.router.dispatch.generation import MAX_READY_BYTES, GenerationService, ReadyQueue, ready_chunks
+from eyas.services.router.dispatch.upstream import Take
 from eyas.services.router.telemetry import RouterTelemetry
 from tests.support.services.http_router import TOKENIZER
 from tests.support.services.scripted_verifier import CALL, PROMPT, REST
@@ -26,10 +26,11 @@ LARGE = TextChunk(Chunk("r", (1,), (False,), logprobs=(TokenLogprob(1, -1.0, (1,
 class Upstream:
     """A verifier's side that has a token in each turn of the event loop."""
 
-    async def stream(self, call: GenerateCall, context: object) -> AsyncIterator[Chunk]:
+    async def run(self, call: GenerateCall, context: object, take: Take) -> None:
         for number, token in enumerate(REST, 1):
             await asyncio.sleep(0)
-            yield Chunk(call.request.id, (token,), (False,), finish_reason="length" if number == len(REST) else None)
+            is_last = number == len(REST)
+            take(Chunk(call.request.id, (token,), (False,), finish_reason="length" if is_last else None))
 
 
 async def turn() -> None:
@@ -47,13 +48,14 @@ def service(spans: Spans) -> GenerationService:
 async def test_a_stream_holds_few_steps_for_a_slow_client(chunk: TextChunk, most: int) -> None:
     num_put = 0
 
-    async def work(put: Put) -> None:
+    async def work(queue: ReadyQueue) -> None:
         nonlocal num_put
         for _ in range(130):
-            await put(chunk)
+            await queue.wait_for_room()
+            queue.add(chunk)
             num_put += 1
 
-    chunks = ready_chunks(work, asyncio.Event())
+    chunks = ready_chunks(work, set())
     num_read = len(await anext(chunks))
     assert num_read == most
     assert most == 64 or (most - 1) * chunk.chunk.num_bytes < MAX_READY_BYTES <= most * chunk.chunk.num_bytes

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +16,11 @@ from eyas.config import RegistryConfig, RetryConfig, RouterConfig, ServerConfig
 from eyas.engine.async_engine import UnreadBudget
 from eyas.errors import Unavailable
 from eyas.rpc.channel import Peers, open_channel
-from eyas.rpc.convert import chunk_from_proto, generate_call_from_proto, generate_call_to_proto
+from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, SessionMap
-from eyas.services.router.dispatch.verifier_feed import MAX_UNREAD, FedCall, FeedLost, VerifierFeed
+from eyas.services.router.dispatch.upstream import MAX_UNREAD, FeedLost, VerifierFeed
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.verifier.chunk_feeds import LARGE_CHUNK_BYTES, ChunkFeeds, RouterFeed
@@ -37,6 +37,7 @@ from tests.support.services.scripted_verifier import (
     CALL,
     PROMPT,
     REST,
+    Received,
     Script,
     ScriptedVerifier,
     call_with,
@@ -86,6 +87,24 @@ class Verifier(GenerationServicer):
                 await asyncio.sleep(0)
 
 
+def chunk_of(token: int, **fields: Any) -> generation_pb2.GenerateChunk:
+    """Return the chunk of one token."""
+    return generation_pb2.GenerateChunk(token_ids=[token], is_draft_token=[False], **fields)
+
+
+class Stream:
+    """A call's own stream. last: its only chunk."""
+
+    def __init__(self, last: generation_pb2.GenerateChunk) -> None:
+        self.last = last
+
+    async def read(self) -> generation_pb2.GenerateChunk:
+        return self.last
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.OK
+
+
 @asynccontextmanager
 async def connected(verifier: Verifier, feeds: ChunkFeedServicer | None = None) -> AsyncIterator[Any]:
     """Serve a verifier; yields a channel to it."""
@@ -102,26 +121,23 @@ async def connected(verifier: Verifier, feeds: ChunkFeedServicer | None = None) 
 async def opened(feed: VerifierFeed) -> None:
     """Wait until calls may name a feed."""
     for _ in range(1000):
-        with feed.call() as fed:
-            if fed:
+        with feed.call(Received().call()) as (feed_id, _):
+            if feed_id:
                 return
         await asyncio.sleep(0.01)
     raise AssertionError("the feed does not open")
 
 
-async def tokens_of(channel: Any, feed: VerifierFeed, num_tokens: int = NUM_TOKENS, pause_s: float = 0.0) -> list[int]:
-    """Return the tokens of a call that names the feed."""
-    found = list[int]()
-    with feed.call() as fed:
-        assert fed is not None
-        call = replace(call_with(max_tokens=num_tokens), feed_id=fed.feed_id, feed_call=fed.number)
-        stream = GenerationStub(channel).Generate(generate_call_to_proto(call))
-        while True:
-            chunk = chunk_from_proto(await fed.read(stream))
-            found.append(chunk.token_ids[0])
-            if chunk.finish_reason:
-                return found
-            await asyncio.sleep(pause_s)
+async def tokens_of(channel: Any, feed: VerifierFeed, num_tokens: int = NUM_TOKENS, is_slow: bool = False) -> list[int]:
+    """Return the tokens of a call that names the feed. is_slow: see Received."""
+    received = Received(is_slow)
+    most = call_with(max_tokens=10**6).request  # a large chunk holds its token many times
+    upstream = received.call(vocab_size=2**31, request=most)
+    with feed.call(upstream) as (feed_id, number):
+        assert feed_id
+        call = replace(call_with(max_tokens=num_tokens), feed_id=feed_id, feed_call=number)
+        await upstream.run(GenerationStub(channel).Generate(generate_call_to_proto(call)), 60.0)
+    return list(dict.fromkeys(received.tokens))
 
 
 async def test_calls_share_messages_and_keep_their_order() -> None:
@@ -197,35 +213,28 @@ async def test_a_slow_reader_gets_the_rest_on_its_own_stream() -> None:
     async with connected(verifier) as channel:
         feed = VerifierFeed(channel, Peers())
         await opened(feed)
-        slow = asyncio.create_task(tokens_of(channel, feed, num_tokens, 0.001))
+        slow = asyncio.create_task(tokens_of(channel, feed, num_tokens, True))
         assert await tokens_of(channel, feed) == list(range(NUM_TOKENS))
         assert await slow == list(range(num_tokens))
         assert len(verifier.streamed) > num_tokens // 2
         await feed.close()
 
 
-async def test_a_feed_that_is_lost_loses_no_chunk() -> None:
+@pytest.mark.parametrize(("num_fed", "is_complete"), [(1, True), (2, False)])
+async def test_a_feed_that_is_lost_loses_no_chunk(num_fed: int, is_complete: bool) -> None:
     """A call whose chunks it had fails, so that the router continues it elsewhere; others go on."""
-
-    class Stream:
-        def __init__(self, num_fed: int) -> None:
-            self.message = generation_pb2.GenerateChunk(token_ids=[2], num_fed=num_fed)
-
-        async def read(self) -> generation_pb2.GenerateChunk:
-            return self.message
-
-    for num_fed, is_complete in ((1, True), (2, False)):
-        fed = FedCall("f", 1)
-        with closing(fed):
-            fed.add(generation_pb2.GenerateChunk(token_ids=[1]))
-            fed.lose()
-            stream = Stream(num_fed)
-            assert list((await fed.read(stream)).token_ids) == [1]
-            if is_complete:
-                assert list((await fed.read(stream)).token_ids) == [2]
-            else:
-                with pytest.raises(Unavailable, match="feed ended"):
-                    await fed.read(stream)
+    last = chunk_of(2, num_fed=num_fed, finish=generation_pb2.Finish(reason="length"))
+    received = Received()
+    call = received.call()
+    call.add(chunk_of(1))
+    call.lose_feed()
+    if is_complete:
+        await call.run(Stream(last), 60.0)  # type: ignore[arg-type]
+        assert received.tokens == [1, 2]
+    else:
+        with pytest.raises(Unavailable, match="feed ended"):
+            await call.run(Stream(last), 60.0)  # type: ignore[arg-type]
+        assert received.tokens == [1]
 
 
 class LosingVerifier(ScriptedVerifier):
@@ -287,43 +296,39 @@ async def test_a_lost_feed_ejects_no_verifier(url: str) -> None:
         await registry.watch("verifier")
         (verifier,) = registry.known("verifier")
         await opened(workers.connection(verifier).feed)
+        received = Received()
+        context = RequestContext(asyncio.get_running_loop().time() + 30, received.wait_for_room)
         with pytest.raises(FeedLost):
-            async for _ in dispatcher.stream(
-                replace(CALL, model="demo"), RequestContext(asyncio.get_running_loop().time() + 30)
-            ):
-                pass
+            await dispatcher.run(replace(CALL, model="demo"), context, received.add)
         assert not workers.snapshot().unhealthy
         await workers.close()
         await registry.close()
 
 
-async def test_a_cancelled_call_is_read_no_further() -> None:
-    with closing(FedCall("f", 1)) as fed:
-        fed.add(generation_pb2.GenerateChunk(token_ids=[1]))
-        fed.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await fed.read(None)
+async def test_a_call_that_failed_takes_no_more_chunks() -> None:
+    received = Received()
+    call = received.call()
+    call.add(chunk_of(1))
+    call.fail(Unavailable("stuck"))
+    call.add(chunk_of(2))
+    with pytest.raises(Unavailable, match="stuck"):
+        await call.run(Stream(chunk_of(3)), 60.0)  # type: ignore[arg-type]
+    assert received.tokens == [1]
 
 
-def test_unread_chunks_do_not_keep_those_of_other_calls() -> None:
-    """A chunk of a message keeps the memory of the whole message."""
-    chunks = [generation_pb2.FedChunk(call=n, chunk=generation_pb2.GenerateChunk(token_ids=[n])) for n in range(3)]
-    message = generation_pb2.FedChunks(chunks=chunks)
-    fed = FedCall("f", 1)
-    given = [each.chunk for each in message.chunks]
-    for chunk in given:
-        fed.add(chunk)
-    kept = [asyncio.run(fed.read(None)) for _ in given]
-    assert kept == given
-    assert [chunk is own for chunk, own in zip(kept, given, strict=True)] == [True, False, False]
+async def test_an_invalid_chunk_of_a_feed_fails_its_call_only() -> None:
+    call = Received().call()
+    assert not call.add(chunk_of(10))
+    with pytest.raises(Unavailable, match=r"a token id outside \[0, 10\)"):
+        await call.run(Stream(chunk_of(1)), 60.0)  # type: ignore[arg-type]
 
 
 async def test_a_verifier_without_feeds_is_called_as_before() -> None:
     async with connected(Verifier(), ChunkFeedServicer()) as channel:
         feed = VerifierFeed(channel, Peers())
         await asyncio.sleep(0.2)
-        with feed.call() as fed:
-            assert fed is None
+        with feed.call(Received().call()) as named:
+            assert named == ("", 0)
         await feed.close()
 
 

@@ -11,7 +11,7 @@ import pytest
 from eyas.api.outputs import TextChunk, TextDecoder
 from eyas.api.request import Chunk, FinishReason, TokenLogprob, VerifyStep, VerifyStepDetails
 from eyas.errors import Unavailable
-from eyas.services.router.dispatch.generation import Put, ready_chunks
+from eyas.services.router.dispatch.generation import ReadyQueue, ready_chunks
 from eyas.services.router.http.bodies.anthropic import MessagesBody
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from eyas.services.router.http.bodies.responses import ResponsesBody
@@ -77,7 +77,7 @@ async def sent(
     writer = write(ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT], new_parser=new_parser))
     decoders = {index: TextDecoder(TextStream(TOKENIZER), (), len(PROMPT), 0, index) for index in indices}
 
-    async def work(put: Put) -> None:
+    async def work(queue: ReadyQueue) -> None:
         for number, token in enumerate(TOKENS):
             if number == 1 and is_busy:
                 await client.is_waited_for.wait()
@@ -87,17 +87,16 @@ async def sent(
                 chunk = Chunk("r", (token,), (False,), VerifyStep(0, 0, 0), reason, logprobs=logprobs)
                 if reason and index in failing:
                     chunk = Chunk("r", finish_reason="error", message="a step failed")
-                await put(decoders[index].add(chunk))
+                queue.add(decoders[index].add(chunk))
             while not is_busy and len(client.events) < len(indices) * (number + 1):
                 await asyncio.sleep(0)
         client.is_free.set()
 
-    chunks = ready_chunks(work, asyncio.Event())
+    chunks = ready_chunks(work, set())
     events = stream_events(writer, chunks, body.name_of)
-    first = await anext(events)
     if is_busy:
         client.is_free.clear()
-    await EventStream(writer, first, events, {}, 60.0)({}, client.receive, client.send)
+    await EventStream(writer, events, {}, 60.0)({}, client.receive, client.send)
     return client
 
 
@@ -223,7 +222,7 @@ async def test_no_comment_follows_an_event_that_took_long() -> None:
         for _ in range(5):  # the next step takes a moment
             await asyncio.sleep(0)
 
-    await EventStream(writer, None, events(), {}, 0.2)({}, client.receive, send)
+    await EventStream(writer, events(), {}, 0.2)({}, client.receive, send)
     assert len(client.events) == 1
     assert WAITING_COMMENT not in client.data
 
@@ -238,12 +237,13 @@ async def test_a_comment_that_took_long_breaks_no_event() -> None:
         await client.send(message)
 
     async def events() -> AsyncGenerator[dict[str, Any], None]:
+        yield {"choices": [{}], "large": []}
         await asyncio.sleep(0.12)
         yield {"choices": [{}], "large": list(range(30_000))}
 
-    await EventStream(writer, None, events(), {}, 0.05)({}, client.receive, send)
+    await EventStream(writer, events(), {}, 0.05)({}, client.receive, send)
     assert WAITING_COMMENT in client.data
-    assert [event["large"] for event in client.events] == [list(range(30_000))]
+    assert [event["large"] for event in client.events] == [[], list(range(30_000))]
 
 
 async def test_all_events_have_the_same_head() -> None:
@@ -264,19 +264,21 @@ async def test_reasoning_is_joined_but_not_its_logprobs(asked: dict[str, Any]) -
 
 
 async def test_a_router_that_stops_ends_its_streams() -> None:
-    has_ended = asyncio.Event()
+    running = set[asyncio.Task[None]]()
     is_cancelled = asyncio.Event()
 
-    async def work(put: Put) -> None:
+    async def work(queue: ReadyQueue) -> None:
         try:
-            await put(TextChunk(Chunk("r", (1,), (False,))))
+            queue.add(TextChunk(Chunk("r", (1,), (False,))))
             await asyncio.Event().wait()
         finally:
             is_cancelled.set()
 
-    chunks = ready_chunks(work, has_ended)
+    chunks = ready_chunks(work, running)
     assert len(await anext(chunks)) == 1
-    has_ended.set()
+    for task in running:
+        task.cancel()
     with pytest.raises(Unavailable):
         await anext(chunks)
     assert is_cancelled.is_set()
+    assert not running
