@@ -167,7 +167,7 @@ def test_speedups_on_the_page_of_results_are_the_reports() -> None:
 
 
 def test_slots_on_the_page_of_llama_are_computed() -> None:
-    page = (DOCS / "operations.md").read_text(encoding="utf-8")
+    page = " ".join((DOCS / "operations.md").read_text(encoding="utf-8").split())
     slot = bytes_per_slot([KVShape(8, 128, 128)] * 32, 4096, torch.bfloat16)
     assert f"a slot of the verifier | 128 KiB + 8 KiB | {slot // 2**10} KiB |" in page
     rows = re.findall(r"= ([\d.]+) GiB \| ([\d.]+) GiB \| ([\d,]+) \|", page)
@@ -177,7 +177,7 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
     reserved = graph_bytes(sizes, 1024, 32, tiling) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, tiling, 131072)
     reserved += WORKSPACES + 4 * 32 * 131072  # slot tables
     assert f"subtracts {reserved / 2**30:.1f} GiB" in page
-    for length, text in ((131072, "is up to {:.1f} GiB"), (32768, "{:.1f} GiB with\n`engine.max_model_len: 32768`")):
+    for length, text in ((131072, "is up to {:.1f} GiB"), (32768, "{:.1f} GiB with `engine.max_model_len: 32768`")):
         fixed = replace(tiling, longest=length, fixed_part=FIXED_PART)
         whole = graph_bytes(sizes, 1024, 32, fixed) + launched_bytes(sizes, 512 + 32 * 60, 1024 + 32, 512, fixed)
         assert text.format((whole + WORKSPACES + 4 * 32 * length) / 2**30) in page

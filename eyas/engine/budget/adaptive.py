@@ -46,9 +46,10 @@ class Choice(NamedTuple):
 class AdaptiveDraftBudget:
     """The size with the most expected tokens per second, or none if no size yields MARGIN times as many as plain decoding.
 
-    While there is none, a few sequences try the largest trees. After a try that has lost time, plain steps follow, twice as
-    many after each, or enough for tries to take about TRY_SHARE of the time. Once trees have lost more than a few plain
-    steps, whatever was expected, there are none either. Nodes of trees that came compete by their own scores.
+    While there is none, a few sequences try the largest trees. Once trees have lost more than a few plain steps, whatever
+    was expected, there are none either. After what has lost time plain steps follow, twice as many after each loss in a row.
+    They are also enough for what trees have lost, beyond what they had gained before, to be about TRY_SHARE of the time.
+    Nodes of trees that came compete by their own scores.
 
     Args:
         tree: the largest one.
@@ -68,7 +69,7 @@ class AdaptiveDraftBudget:
     TRY_SHARE, FIRST_PAUSE = 0.01, 200  # the latter: steps that may follow a first try with a drafter in this process
     MAX_TREES, TRY_DRAFT, TRY_ROWS = 8, 0.5, 0.25  # of a try: its trees, and plain steps of its draft and rows
     MAX_FAILED, NUM_COLD = 9, 2  # tries that double the pause; those in which a drafter elsewhere may load and connect
-    PROVEN = 3.0  # gains, in units of what trees may lose, after which a start was right
+    CREDIT = 64.0  # plain steps that trees may lose at most of those that they have gained
     EXPLORE_STEPS, UNKNOWN_STEPS = 32, 4  # from some of the largest trees to the next; while none was as large as it may be
     MAX_LATE = 0.25  # share of sequences that the drafter catches up with, in steps whose wait is learned from
     NUM_FIRST, PLAIN_STEPS = 6, 4  # steps to learn from: the first ones, and every fourth without trees
@@ -95,9 +96,9 @@ class AdaptiveDraftBudget:
         self._num_steps = self._num_drafted = self._age = 0
         self._rows = (0, 0)  # of the last choice
         self._pause = self._num_failed = self._load = 0  # plain steps to go; failures in a row; sequences at the last one
-        self._balance = 0.0  # plain steps that trees have gained, since they began or in a try
+        self._credit = self._balance = 0.0  # plain steps that trees have gained, in all; and since they began or in a try
         self._num_cold, self._num_others = self.NUM_COLD if is_apart else 0, 0  # the latter: sequences that cannot draft yet
-        self._is_proven = self._has_tried = False
+        self._has_tried = False
         self._is_usual = self._prunes = True
         self._trying: list[str] = []
         self._drafted: dict[int, DraftTree] = {}  # whole trees, by id of what is left of them
@@ -135,7 +136,7 @@ class AdaptiveDraftBudget:
         if not self.is_on and choice.size.max_depth:
             self._start(count)
         elif self.is_on and not choice.size.max_depth and not self._step.num_prompt_rows:
-            self._stop(count, 0.0)
+            self._stop(count)
         if self._pause:
             return {}
         sizes = dict.fromkeys(decoding, choice.size) if choice.size.max_depth else {}
@@ -266,36 +267,40 @@ class AdaptiveDraftBudget:
         rows_s = self._verify.seconds(sum([rows for rows, _ in done])) - self._verify.seconds(count)
         seconds = plain_s + wait_s + rows_s + self._host.more_s
         gain = sum([tokens for _, tokens in done]) / count - self.bar * seconds / plain_s
-        self._balance += max(gain, -1.0) if self._num_cold else gain
+        gain = max(gain, -1.0) if self._num_cold else gain
+        self._balance += gain
+        self._credit = min(self._credit + gain, self.CREDIT)
         self._num_cold = max(self._num_cold - 1, 0)
         if self.is_on:
             most = 1 + 3 / count  # plain steps that trees may lose: what single sequences get varies more
-            self._is_proven |= self._balance >= self.PROVEN * most
-            self._balance = min(self._balance, (self.PROVEN - 1) * most)
-            if self._balance <= -most:
-                self._stop(count, 0.0 if self._is_proven else most)
+            if self._balance >= most:
+                self._balance, self._num_failed = most, -1
+            elif self._balance <= -most:
+                self._stop(count)
         # a drafter that had to catch up shows in the next step what others take
         elif self._is_usual or not (self._is_apart or self.behind):
             self._has_tried = True
             if self._balance <= 0:
-                self._wait(-self._balance)
+                self._wait()
+            else:
+                self._num_failed = -1
             self._balance = 0.0
 
     def _start(self, count: int) -> None:
-        self.is_on, self._is_proven, self._balance, self._pause, self._trying = True, False, 0.0, 0, []
+        self.is_on, self._balance, self._pause, self._trying = True, 0.0, 0, []
         self._log(count, f"on: they yield {self._choice.gain:.2f} of the tokens per second")
 
-    def _stop(self, count: int, lost: float) -> None:
-        self._num_failed = -1 if self._is_proven else self._num_failed
+    def _stop(self, count: int) -> None:
         self.is_on, self._balance = False, 0.0
-        self._wait(lost)
+        self._wait()
         self._log(count, f"off; will try again in {self._pause} steps")
 
-    def _wait(self, lost: float) -> None:
-        """Decode plainly until what was lost is a small share of the time."""
+    def _wait(self) -> None:
+        """Decode plainly until what was lost and not gained before is a small share of the time."""
         self._num_failed, self._load = min(self._num_failed + 1, self.MAX_FAILED), len(self._sizes) + self._num_others
         most = sys.maxsize if self._is_apart else self.FIRST_PAUSE * 2**self._num_failed
-        self._pause = max(2**self._num_failed, min(round(lost / self.TRY_SHARE), most))
+        self._pause = max(2**self._num_failed, min(round(-self._credit / self.TRY_SHARE), most))
+        self._credit = max(self._credit, 0.0)
 
     def _log(self, count: int, what: str) -> None:
         """Log a change of mind."""

@@ -15,16 +15,20 @@ from eyas.sampling.acceptance import StepOutputs
 class PairDraftBudget:
     """Trees of both drafters while these pay, else trees of the lookups alone while those do.
 
-    Trees of both have to yield more than the lookups did when these drafted alone last. The network lacks the tokens of
-    sequences for which lookups drafted alone. It gets them in a first step with both, in which these have no trees.
+    Trees of both have to yield more than the lookups did when these drafted alone last, which they do in single steps too,
+    after twice as many steps each time. The network lacks the tokens of sequences for which lookups drafted alone. It gets
+    them in a first step with both, in which these have no trees.
     """
 
     num_nodes = 1
     lookups_alone = False
+    FIRST_TURN, MAX_TURN = 8, 512  # steps with trees of both before the lookups draft alone in one
 
     def __init__(self, both: AdaptiveDraftBudget, lookups: AdaptiveDraftBudget) -> None:
         self._both, self._lookups = both, lookups
         self._behind: set[str] = set()  # requests whose tokens the network lacks
+        self._turn = self.FIRST_TURN
+        self._num_since = 0  # steps with trees of both since the lookups drafted alone
 
     @property
     def _active(self) -> AdaptiveDraftBudget:
@@ -38,11 +42,15 @@ class PairDraftBudget:
         self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
     ) -> dict[str, TreeBudget]:
         self._both.bar = self._lookups.gain
-        sizes = self._both.choose(decoding, most, num_plain, step)
+        is_turn = self._num_since >= self._turn
+        sizes = self._both.choose([] if is_turn else decoding, most, num_plain, step)
         # a step with prompts may leave trees of both out, and the network would then lack the tokens of all sequences
-        self.lookups_alone = self._both.num_nodes == 1 and not self._both.is_on
+        self.lookups_alone = is_turn or (self._both.num_nodes == 1 and not self._both.is_on)
         if self.lookups_alone:
             sizes = self._lookups.choose(decoding, most, num_plain, step)
+        self._num_since = 0 if self.lookups_alone else self._num_since + (self._both.num_nodes > 1)
+        if is_turn:
+            self._turn = min(2 * self._turn, self.MAX_TURN)
         drafting = [name for name, size in sizes.items() if size.max_depth]
         self._behind.intersection_update(decoding)
         if self.lookups_alone:

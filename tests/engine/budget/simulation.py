@@ -37,6 +37,7 @@ class Simulation:
     context, context_token: tokens of each request's context, and what each of them adds to a step.
     small: requests that ask for trees of two nodes at most. ending: requests with room for one more drafted token.
     sampled: requests whose trees are drawn, and how likely each of their nodes is accepted.
+    phases: numbers of tokens and `right` of these, in turn; for one request.
     now, tokens: seconds that have passed and tokens that came out.
     """
 
@@ -56,6 +57,7 @@ class Simulation:
     ending: int = 0
     sampled: int = 0
     sampled_right: float = 0.0
+    phases: tuple[tuple[int, float], ...] = ()
     num_missed: Counter[str] = field(default_factory=Counter)
     now: float = 0.0
     tokens: int = 0
@@ -124,6 +126,9 @@ class Simulation:
         came = [name for name, tree in trees.items() if sizes[name].max_depth and tree.sampled is None]
         trees |= zip(came, budget.prune([trees[name] for name in came], len(sizes) - len(came)), strict=True)
         batch, outputs = [], list[Accepted]()
+        if self.phases:
+            chances = [right for length, right in self.phases for _ in range(length)]
+            self.right = chances[self.tokens % len(chances)]
         for number, (name, tree) in enumerate(trees.items()):
             right = self.sampled_right if number < self.sampled else self.right
             length = next((n for n in range(tree.num_drafted) if rng.random() >= right), tree.num_drafted)

@@ -98,12 +98,10 @@ def test_a_pair_that_never_pays_costs_three_percent_at_most(batch: int) -> None:
 
 
 def test_a_head_has_to_beat_its_lookups_where_these_pay() -> None:
-    """Trees of both yield more than plain decoding, but less than lookups alone."""
+    """Trees of both yield more than plain decoding, but less than lookups alone, which single steps show."""
     pair = Pair(row=0.0, draft=1.5, right=0.9, right_alone=0.85)
     budget = pair.pair()
-    pair.draft = 5.0  # first the lookups find their place
-    pair.seconds_per_token(budget, 200)
-    pair.draft = 1.5
+    pair.seconds_per_token(budget, 300)
     pair.alone = 0
     pair.seconds_per_token(budget, 400)
     assert pair.alone > 350

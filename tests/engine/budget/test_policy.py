@@ -260,6 +260,15 @@ def test_bad_stretches_that_come_back_cost_little() -> None:
     assert simulation.now / simulation.tokens <= simulation.expected_seconds_per_token(1) / 0.98
 
 
+@pytest.mark.parametrize("seed", [0, nightly(1), nightly(2), nightly(3)])
+def test_answers_that_begin_badly_and_repeat_later_gain(seed: int) -> None:
+    """Good text pays for what trees lose in bad text, so that it is found again. A round takes two plain steps."""
+    simulation = Simulation(row=0.06, draft=2.6, gap=0.2, phases=((24, 0.5), (104, 0.97)))
+    budget = simulation.budget(remote=True)
+    simulation.sizes(budget, 1200, seed)
+    assert 1.4 * simulation.seconds_per_token(budget, 1200, seed) <= simulation.fixed + simulation.row + 0.2
+
+
 @pytest.mark.parametrize("seed", [0, nightly(1), nightly(2)])
 def test_what_single_trees_yield_is_estimated_without_bias(seed: int) -> None:
     """It is far from the mean, and is seen in one step of four."""
