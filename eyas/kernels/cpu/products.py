@@ -182,7 +182,8 @@ class _Tile:
             left, found = (context.make_array(signature.args[i])(context, builder, a) for i, a in ((0, rows), (6, out)))
             num_rows, size = cgutils.unpack_tuple(builder, found.shape, 2)
             # of the part of packed rows that holds the first one
-            part, row = builder.and_(first, _INT(-PACKED_ROWS)), builder.and_(first, _INT(PACKED_ROWS - 1))
+            part = builder.and_(first, _INT(-PACKED_ROWS))
+            row = builder.sub(first, part)
             width = builder.sub(num_rows, part)
             width = builder.select(builder.icmp_signed("<", width, _INT(PACKED_ROWS)), width, _INT(PACKED_ROWS))
             num_left = builder.sub(width, row)
@@ -424,7 +425,8 @@ def multiply_keys(queries, keys, scores, first_block, end_block):
 
     keys: address of the keys as `transpose_keys` writes them, block 0 first. In the order of D.
     """
-    first, packed = 0, pack_rows(queries)
+    packed = pack_rows(queries)
+    first = 0
     while first < len(queries):
         first += _take_keys(packed, first, queries.shape[1], keys, first_block, end_block - first_block, scores)
 
@@ -434,7 +436,8 @@ def sum_values(weights, num_keys, places, out):
     """Write the sums of values, by weights [Q, N], to out [Q, D]. places: addresses of the values; the
     first num_keys count.
     """
-    first, packed = 0, pack_rows(weights[:, :num_keys])
+    packed = pack_rows(weights[:, :num_keys])
+    first = 0
     while first < len(weights):
         first += _take_places(packed, first, num_keys, places.ctypes.data, 0, out.shape[1] // BLOCK_OUTPUTS, out)
 

@@ -179,7 +179,8 @@ def _highest_by_block(row, maxima):
     """Write the highest of each BLOCK of row [V], which may hold infinities but no NaN, to maxima."""
     bits = row.view(np.int32)
     for b in range(len(maxima)):
-        block, highest = bits[b * BLOCK : (b + 1) * BLOCK], np.int32(-(2**31))
+        block = bits[b * BLOCK : (b + 1) * BLOCK]
+        highest = np.int32(-(2**31))
         for i in range(len(block)):
             highest = np.int32(max(highest, _ordered(block[i])))
         maxima[b] = _ordered(highest).view(np.float32)
