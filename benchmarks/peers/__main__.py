@@ -25,7 +25,7 @@ import typer
 
 from benchmarks.peers import worker
 from benchmarks.scripts.gemma import fetch
-from benchmarks.scripts.streaming_work import cpu_seconds
+from benchmarks.scripts.split_work import cpu_seconds
 from eyas.bench.report import Report, Spread, Table, number
 from eyas.config.gguf_files import local_folder
 from eyas.errors import ConfigError, EyasError, Unavailable

@@ -26,7 +26,7 @@ from eyas.emulation.device import PassRecord
 from eyas.errors import EyasError, Unavailable
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
-from eyas.services.local.cluster import START_TIMEOUT_S, Child, ServiceSettings, free_port, is_serving
+from eyas.services.local.cluster import START_TIMEOUT_S, Child, ServiceSettings, free_port, is_serving, stop_children
 
 POLL_S = 0.1
 WARM_UP_TOKENS = 8
@@ -118,7 +118,7 @@ def running_split(settings: SplitSettings, costs: Mapping[str, DeviceCosts], met
             port = free_port()
             more: tuple[str, ...] = (f"drafting.emulated_device={table}", f"drafting.draft_ahead={{{shape}}}")
             children[mode] = started("draft", port, settings, method, folder / f"{mode}.out", more)
-            stack.callback(stop, children[mode])
+            stack.callback(stop_children, [children[mode]])
             proxies[mode] = DelayingProxy(port)
             stack.enter_context(closing(proxies[mode]))
             proxies[mode].start()
@@ -138,7 +138,7 @@ def running_split(settings: SplitSettings, costs: Mapping[str, DeviceCosts], met
             table = written(costs["verifier"], folder / f"verifier-{number}.json", verifier_logs[-1])
             own, out = (*more, f"engine.emulated_device={table}"), folder / f"verifier-{number}.out"
             verifiers.append(started("verifier", free_port(), settings, method, out, own))
-            stack.callback(stop, verifiers[-1])
+            stack.callback(stop_children, verifiers[-1:])
         clients = tuple(stack.enter_context(Client(child.address)) for child in verifiers)
         split = Split(clients, tuple(verifiers), tuple(verifier_logs), proxies, children, logs, STAGGER * pass_s)
         for child in (*children.values(), *verifiers):
@@ -169,12 +169,6 @@ def started(name: str, port: int, settings: SplitSettings, method: str, out: Pat
     )
     service = ServiceSettings(name, None, (*own, *more))
     return Child(name, f"127.0.0.1:{port}", service.command(), out)
-
-
-def stop(child: Child) -> None:
-    """End a service, by force after a while."""
-    child.process.terminate()
-    child.wait_or_kill(time.monotonic() + child.stop_timeout_s)
 
 
 def wait_until_serving(split: Split, child: Child) -> None:

@@ -391,13 +391,14 @@ def split_method(name: str) -> list[str]:
     return sides
 
 
-def check_method(name: str, draft_model: str) -> None:
-    """Raise ConfigError for an unknown method, and for one whose head is not named. Empty and NO_DRAFTS pass."""
+def check_method(name: str, draft_model: str) -> str:
+    """Return what a method needs as `draft_model`, in words. Raises ConfigError for an unknown one, and if none is named."""
     if name in ("", NO_DRAFTS):
-        return
+        return ""
     needed = "".join(METHOD_FACTS[side].head for side in split_method(name))  # of two, one at most
     if needed and not draft_model:
         raise ConfigError(f"drafter {name!r} needs {needed}; none was named; set draft_model, or --draft-model")
+    return needed
 
 
 def check_quantization(name: str, quantization: DraftQuantization) -> None:

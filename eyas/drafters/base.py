@@ -117,6 +117,11 @@ class Drafter(Protocol):
         """Return whether it answers sampled proposals: trees drawn from its own probabilities, together with these."""
         ...
 
+    @property
+    def has_lookups(self) -> bool:
+        """Return whether it is a network next to lookups, which can draft alone, see `Commit.lookups_alone`."""
+        ...
+
     def can_draft(self, session: str) -> bool:
         """Return whether a request for this session can be served now."""
         ...
@@ -165,7 +170,6 @@ class LocalDrafter(ABC):
 
     @property
     def has_lookups(self) -> bool:
-        """Return whether this is a network next to lookups, which can draft alone, see `Commit.lookups_alone`."""
         return False
 
     @abstractmethod

@@ -235,17 +235,17 @@ class DraftHead:
 
         Adds to the load errors of a head what the method needs: the head may be fine, and the method's name the mistake.
         """
-        check_method(self.method, self.path)
+        needed = check_method(self.method, self.path)
         method = find_method(self.method)
         try:
             with explained(f"cannot load {self.path or self.method!r}"):
-                if method.facts.head:
+                if needed:
                     self._check_fits()
                 yield method
         except CheckpointError as error:
-            if not method.facts.head or self.path not in str(error):
+            if not needed or self.path not in str(error):
                 raise
-            raise CheckpointError(f"{error} (method {self.method} needs {method.facts.head})") from error
+            raise CheckpointError(f"{error} (method {self.method} needs {needed})") from error
 
     def _check_fits(self) -> None:
         """Raises CheckpointError for a head of another method than the one that was named."""

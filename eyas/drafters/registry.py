@@ -1,6 +1,6 @@
 """The table of drafting methods, and what is built from it by name.
 
-A new method is one module and one entry in `_BUILDERS`; what users have to know of it is in `METHOD_FACTS` of
+A new method is one module and one entry in `METHODS`; what users have to know of it is in `METHOD_FACTS` of
 `eyas.config.drafting`.
 """
 
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfig
-from eyas.config.drafting import METHOD_FACTS, MTP, MethodFacts, split_method
+from eyas.config.drafting import METHOD_FACTS, MTP, split_method
 from eyas.config.file_values import get_setting
 from eyas.config.mtp_layouts import find_modules, num_layers_of
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
@@ -123,7 +123,6 @@ class Method:
 
     Attributes:
         build: makes the drafter.
-        facts: what users have to know.
         features: the target features that it is fed, if any.
         validate: compares the head's guesses with the target's, if that is possible; from (target, head, checkpoint of
             the target, dtype, device).
@@ -131,7 +130,6 @@ class Method:
     """
 
     build: Callable[[DrafterParts], LocalDrafter]
-    facts: MethodFacts = field(default_factory=MethodFacts)
     features: TargetFeatures | None = None
     validate: Callable[[TargetModel, Checkpoint, Checkpoint, str, str], WiringReport] | None = None
     num_steps: Callable[[Checkpoint, TreeConfig], int] = lambda head, tree: DEFAULT_NUM_STEPS
@@ -242,7 +240,7 @@ _LOOKUP = Method(
     num_steps=lambda head, tree: max(tree.num_draft_tokens - 1, 1),
 )
 
-_BUILDERS: Mapping[str, Method] = {
+METHODS: Mapping[str, Method] = {
     "eagle1": replace(_EAGLE2, build=_build_eagle1),
     "eagle2": _EAGLE2,
     "eagle3": Method(
@@ -273,31 +271,29 @@ _BUILDERS: Mapping[str, Method] = {
 }
 
 
-METHODS: Mapping[str, Method] = {name: replace(method, facts=METHOD_FACTS[name]) for name, method in _BUILDERS.items()}
-
-
 def find_method(name: str) -> Method:
     """Return a method by name, or two combined, such as eagle3+prompt_lookup. Raises ConfigError for an unknown one."""
-    sides = [METHODS[side] for side in split_method(name)]
-    return _combine(sides) if len(sides) == 2 else sides[0]
+    names = split_method(name)
+    return _combine(names) if len(names) == 2 else METHODS[name]
 
 
-def _combine(sides: Sequence[Method]) -> Method:
+def _combine(names: Sequence[str]) -> Method:
     """Combine two methods at once; the head is for the one that needs one."""
-    first = max(sides, key=lambda side: side.facts.has_head)
-    needs = dict.fromkeys(need for side in sides for need in side.facts.needs)
+    sides = [METHODS[name] for name in names]
     return replace(
-        first,
-        build=partial(_build_combined, sides),
-        facts=MethodFacts(first.facts.head, needs=tuple(needs), has_probs=any(side.facts.has_probs for side in sides)),
+        METHODS[max(names, key=lambda name: METHOD_FACTS[name].has_head)],
+        build=partial(_build_combined, names),
         num_steps=lambda head, tree: max(side.num_steps(head, tree) for side in sides),
     )
 
 
-def _build_combined(sides: Sequence[Method], parts: DrafterParts) -> LocalDrafter:
+def _build_combined(names: Sequence[str], parts: DrafterParts) -> LocalDrafter:
     without_head = replace(parts, head=Checkpoint(""))
-    first, second = (side.build(with_levels(side, parts if side.facts.has_head else without_head)) for side in sides)
-    deepest = max(sides, key=lambda side: side.num_steps(parts.head, parts.tree))
+    first, second = (
+        METHODS[name].build(with_levels(METHODS[name], parts if METHOD_FACTS[name].has_head else without_head))
+        for name in names
+    )
+    deepest = max((METHODS[name] for name in names), key=lambda side: side.num_steps(parts.head, parts.tree))
     tree = with_levels(deepest, parts).tree
     return CombinedDrafter(first, second, tree, parts.methods.combined, prepares=parts.has_idle_time)
 

@@ -25,7 +25,7 @@ def final_norm(decoder: Any) -> Any:
 class StateHooks:
     """Hooks on the layers of a model that collect their inputs. Targets that share a model share its hooks.
 
-    layers: which, see TargetModel. states: what is collected [R, C], by layer.
+    layers: which, see TargetModel. states: what is collected [N, R, C], by layer.
     """
 
     def __init__(self, model: Any) -> None:
@@ -48,7 +48,7 @@ class StateHooks:
                     f"the draft head reads the hidden state of layer {layer}, but {type(decoder).__name__} has several of "
                     "each token; take a draft model or lookups, or another target"
                 )
-            self.states[layer] = states[0]
+            self.states[layer] = states
 
         if layer < 0:  # FINAL_NORM_OUTPUT
             return final_norm(decoder).register_forward_hook(lambda module, args, output: keep(output))  # type: ignore[no-any-return]

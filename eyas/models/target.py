@@ -138,7 +138,7 @@ class TargetModel:
             kv_cache=kv_cache,
         )
         found, self._hooks.states = self._hooks.states, {}
-        states = [found[layer] for layer in self.aux_hidden_state_layers] if found else []
+        states = [found[layer][0] for layer in self.aux_hidden_state_layers] if found else []
         return TargetOutput(out.logits[0].float()[: packed.num_logits], torch.cat(states, dim=-1) if states else None)
 
     def on_any_rank(self, found: bool) -> bool:

@@ -83,7 +83,8 @@ class Commit(NamedTuple, Generic[FeaturesT]):
     tenant_key: sessions with equal keys may be drafted each other's outputs, all others must not.
     has_tree: whether the verifier has cut the next tree from one that the drafter prepared, within the budget. Within that
         of a root it has no tree and does not wait for one.
-    lookups_alone: whether a pair of drafters in this process leaves out the one that runs a network. It does not travel.
+    lookups_alone: whether lookups draft without the network that they stand next to. This lacks the tokens then, and the
+        commit has no features.
     """
 
     session: str

@@ -314,6 +314,7 @@ def commit_to_proto(commit: Commit[TensorBytes]) -> draft_pb2.Commit:
         allowed_tokens=commit.allowed,
         tenant_key=commit.tenant_key,
         has_tree=commit.has_tree,
+        lookups_alone=commit.lookups_alone,
         logit_biases=[draft_pb2.KnownLogitBias(**vars(bias)) for bias in commit.logit_biases],
     )
 
@@ -340,6 +341,7 @@ def commit_from_proto(message: draft_pb2.Commit) -> Commit[TensorBytes]:
         allowed=message.allowed_tokens,
         tenant_key=message.tenant_key,
         has_tree=message.has_tree,
+        lookups_alone=message.lookups_alone,
         logit_biases=tuple(KnownLogitBias(**_values(bias)) for bias in message.logit_biases),
     )
 

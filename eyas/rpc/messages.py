@@ -251,7 +251,12 @@ class DraftResponse:
 
 @dataclass(frozen=True)
 class DrafterInfo:
-    """Target, method and needs of a drafter. feature_size: width of the fused features; 0 if none are needed."""
+    """Target, method and needs of a drafter.
+
+    Attributes:
+        feature_size: width of the fused features; 0 if none are needed.
+        can_sample, has_lookups: see Drafter.
+    """
 
     model: ModelInfo
     method: str
@@ -259,3 +264,4 @@ class DrafterInfo:
     needs_samples: bool
     feature_size: int
     can_sample: bool = False
+    has_lookups: bool = False

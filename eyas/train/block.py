@@ -25,7 +25,7 @@ from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.layers import BackboneSizes
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import Batch
-from eyas.train.features import TargetStates, TargetWeights, layer_sizes
+from eyas.train.features import TargetStates, TargetWeights, head_sizes
 from eyas.train.losses import (
     AGREES,
     CHANCE,
@@ -198,25 +198,18 @@ def new_block_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Ten
 
 
 def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: int) -> BlockHeadConfig:
-    h, t = config.head, target.config
+    h = config.head
     is_dspark = config.method == "dspark"
-    num_layers = h.num_hidden_layers or 5
-    mask = mask_token_id(config, t)
+    sizes = head_sizes(h, target, 5, draft_vocab_size)
     ids = h.target_layer_ids or spread_layers(target.num_layers, min(5, target.num_layers - 3))
     return BlockHeadConfig(
-        **vars(layer_sizes(h, target)),
+        **sizes,
         kind="dspark" if is_dspark else "dflash",
-        target_hidden=target.hidden,
         num_target_layers=target.num_layers,
-        num_layers=num_layers,
-        vocab_size=target.vocab_size,
-        draft_vocab_size=draft_vocab_size,
         block_size=h.block_size,
-        mask_token_id=mask,
-        rotary=target.rotary,
-        max_positions=int(t["max_position_embeddings"]),
+        mask_token_id=mask_token_id(config, target.config),
         wiring=HeadWiring(tuple(layer + 1 for layer in ids), sample_from_anchor=is_dspark),
-        windows=(None,) * num_layers,
+        windows=(None,) * sizes["num_layers"],
         markov_rank=h.markov_rank if is_dspark else 0,
         markov_kind=h.markov_head_type,
         confidence=is_dspark and h.enable_confidence_head,

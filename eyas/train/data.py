@@ -119,7 +119,7 @@ def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     Raises ConfigError for settings out of range, files without usable text, chats without a template, and a full disk.
 
     Args:
-        heldout: share of documents kept out of training; at least MIN_HELDOUT, see `Splitter`.
+        heldout: share of documents kept out of training; see `_held_out`.
         show: called with the number of rows read so far. Longer documents are cut into parts of max_length; parts without a
             supervised token are left out, and so are documents with fewer than min_loss_tokens. Documents go to disk in
             batches.
@@ -137,39 +137,80 @@ def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     disable_progress_bars()
     vocab_size = get_setting(int, Checkpoint(model).text_config, "vocab_size", model)
     reader = DocumentReader(model, vocab_size, chat_template_kwargs or {})
-    num_skipped = 0
     with keeping_saved(out):
         out.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out) as name:
             folder = Path(name)
-            parts = {split: folder / f"{split}.arrow" for split in (TRAIN, HELDOUT)}
-            with SplitWriter(parts[TRAIN], vocab_size) as train, SplitWriter(parts[HELDOUT], vocab_size) as kept_out:
-                splitter = Splitter(train, kept_out, heldout, seed)
-                for number, (documents, are_together) in enumerate(reader.read(files), 1):
-                    used = [document for document in documents if document.loss_mask.sum() >= min_loss_tokens]
-                    num_skipped += len(documents) - len(used)
-                    parts_of = [part for document in used for part in _cut(document, max_length)]
-                    for group in [parts_of] if are_together else ([part] for part in parts_of):
-                        splitter.add(group)
-                    show(number)
-                splitter.finish()
-            if not train.num_documents:
-                raise ConfigError(_why_empty(files, num_skipped, min_loss_tokens, reader, kept_out.num_documents))
+            whole = folder / "all.arrow"
+            written = _write_documents(reader.read(files), whole, vocab_size, max_length, min_loss_tokens, show)
+            is_held = _held_out(written.group_sizes, heldout, seed)
+            if is_held.all():
+                raise ConfigError(_why_empty(files, written.num_skipped, min_loss_tokens, reader, len(is_held)))
+            for split, rows in ((TRAIN, ~is_held), (HELDOUT, is_held)):
+                Dataset.from_file(str(whole)).select(np.flatnonzero(rows)).save_to_disk(str(folder / split))
+            train = StoredDocuments(folder, TRAIN)
+            token_freq = np.zeros(vocab_size, np.int64)
+            for ids, mask in train:
+                np.add.at(token_freq, ids[mask], 1)
             info = Prepared(
-                model, vocab_size, tuple(map(str, files)), train.num_documents, kept_out.num_documents, train.num_tokens,
-                train.num_supervised, num_skipped + reader.num_unanswered, reader.num_refused, seed, reader.num_separate,
-                dict(chat_template_kwargs or {}), dict(reader.rejected), reader.unused_token(train.occurs | kept_out.occurs),
+                model, vocab_size, tuple(map(str, files)), len(train), int(is_held.sum()), int(train.lengths.sum()),
+                int(token_freq.sum()), written.num_skipped + reader.num_unanswered, reader.num_refused, seed,
+                reader.num_separate, dict(chat_template_kwargs or {}), dict(reader.rejected),
+                reader.unused_token(written.occurs),
             )  # fmt: skip
-            for split, part in parts.items():
-                Dataset.from_file(str(part)).save_to_disk(str(folder / split))
-            save_file({"token_freq": torch.from_numpy(train.token_freq)}, folder / FREQUENCY_FILE)
+            save_file({"token_freq": torch.from_numpy(token_freq)}, folder / FREQUENCY_FILE)
             (folder / INFO_FILE).write_text(json.dumps(asdict(info), indent=1) + "\n")
             (out / INFO_FILE).unlink(missing_ok=True)
-            for split in parts:  # a run that reads the older ones keeps them
+            for split in (TRAIN, HELDOUT):  # a run that reads the older ones keeps them
                 shutil.rmtree(out / split, ignore_errors=True)
-            for written in (*parts, FREQUENCY_FILE, INFO_FILE):
-                (folder / written).replace(out / written)
+            for part in (TRAIN, HELDOUT, FREQUENCY_FILE, INFO_FILE):
+                (folder / part).replace(out / part)
     return info
+
+
+class WrittenDocuments(NamedTuple):
+    """What a file of documents holds.
+
+    Attributes:
+        group_sizes: how many documents, one after the other, belong in one split, int64 [G].
+        occurs: whether each token is in a document, bool [V].
+        num_skipped: documents with too few supervised tokens, which it does not hold.
+    """
+
+    group_sizes: NDArray[np.int64]
+    occurs: NDArray[np.bool_]
+    num_skipped: int
+
+
+def _write_documents(
+    entries: Iterable[Entry],
+    file: Path,
+    vocab_size: int,
+    max_length: int,
+    min_loss_tokens: int,
+    show: Callable[[int], object],
+) -> WrittenDocuments:
+    """Write the parts of documents to an Arrow file; see `prepare`."""
+    from datasets import Features, Value
+    from datasets import Sequence as ListOf
+    from datasets.arrow_writer import ArrowWriter
+
+    sizes = list[int]()
+    occurs = np.zeros(vocab_size, np.bool_)
+    num_skipped = 0
+    columns = Features({"input_ids": ListOf(Value("int32")), "loss_mask": ListOf(Value("int8"))})
+    with ArrowWriter(path=str(file), features=columns, writer_batch_size=WRITER_ROWS) as writer:
+        for number, (documents, are_together) in enumerate(entries, 1):
+            used = [document for document in documents if document.loss_mask.sum() >= min_loss_tokens]
+            num_skipped += len(documents) - len(used)
+            parts = [part for document in used for part in _cut(document, max_length)]
+            for ids, mask in parts:
+                writer.write({"input_ids": ids.astype(np.int32), "loss_mask": mask.astype(np.int8)})
+                occurs[ids] = True
+            sizes += [len(parts)] if are_together else [1] * len(parts)
+            show(number)
+        writer.finalize()
+    return WrittenDocuments(np.array(sizes, np.int64), occurs, num_skipped)
 
 
 def _why_empty(files: Sequence[Path], num_skipped: int, least: int, reader: DocumentReader, num_heldout: int) -> str:
@@ -187,41 +228,6 @@ def _why_empty(files: Sequence[Path], num_skipped: int, least: int, reader: Docu
     return f"{names}: no text to train on; give JSON Lines with {FIELDS}; or plain text"
 
 
-class SplitWriter:
-    """Writer of a split's documents to an Arrow file, which counts them.
-
-    token_freq: of supervised tokens, int64 [V]. occurs: whether each token is in a document, bool [V].
-    """
-
-    def __init__(self, file: Path, vocab_size: int) -> None:
-        from datasets import Features, Sequence, Value
-        from datasets.arrow_writer import ArrowWriter
-
-        columns = {"input_ids": Sequence(Value("int32")), "loss_mask": Sequence(Value("int8"))}
-        self._writer = ArrowWriter(path=str(file), features=Features(columns), writer_batch_size=WRITER_ROWS)
-        self.num_documents = self.num_tokens = self.num_supervised = 0
-        self.token_freq, self.occurs = np.zeros(vocab_size, np.int64), np.zeros(vocab_size, np.bool_)
-
-    def __enter__(self) -> SplitWriter:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._writer.finalize()
-        else:
-            self._writer.close()
-
-    def add(self, document: Document) -> None:
-        """Add a document."""
-        ids, mask = document
-        self._writer.write({"input_ids": ids.astype(np.int32), "loss_mask": mask.astype(np.int8)})
-        self.num_documents += 1
-        self.num_tokens += len(ids)
-        self.num_supervised += int(mask.sum())
-        np.add.at(self.token_freq, ids[mask], 1)
-        self.occurs[ids] = True
-
-
 def _cut(document: Document, max_length: int) -> Iterator[Document]:
     """Yield the parts of a document that have supervised tokens."""
     for start in range(0, len(document.input_ids), max_length):
@@ -230,48 +236,19 @@ def _cut(document: Document, max_length: int) -> Iterator[Document]:
             yield Document(document.input_ids[start : start + max_length], mask)
 
 
-class Splitter:
-    """Splitter that holds a seeded share of the documents out; of few ones at least MIN_HELDOUT, but at most half.
-
-    A seeded sample of the others stays in memory to the end, for the case that the draws hold out too few.
+def _held_out(sizes: NDArray[np.int64], share: float, seed: int) -> NDArray[np.bool_]:
+    """Return which documents are held out: a seeded share of the groups, whose sizes [G] are given; of few documents at
+    least MIN_HELDOUT, but for these at most half.
     """
-
-    def __init__(self, train: SplitWriter, heldout: SplitWriter, share: float, seed: int) -> None:
-        self._train, self._heldout, self._share = train, heldout, share
-        self._draws, self._places = np.random.default_rng(seed), np.random.default_rng([seed, 1])
-        self._kept: list[Sequence[Document]] = []
-        self._num_seen = 0
-
-    def add(self, group: Sequence[Document]) -> None:
-        """Add documents that belong in one split."""
-        if self._draws.random() < self._share:
-            self._write(self._heldout, group)
-            return
-        if not self._share:
-            self._write(self._train, group)
-            return
-        self._num_seen += 1
-        group = [Document(ids.copy(), mask.copy()) for ids, mask in group]  # not with all of the text that they are parts of
-        if len(self._kept) < MIN_HELDOUT:
-            self._kept.append(group)
-            return
-        place = int(self._places.integers(self._num_seen))  # reservoir sampling
-        if place < MIN_HELDOUT:
-            self._kept[place], group = group, self._kept[place]
-        self._write(self._train, group)
-
-    def finish(self) -> None:
-        """Hold out as many of the kept documents as are needed."""
-        half = (self._train.num_documents + self._heldout.num_documents + sum(map(len, self._kept))) // 2
-        for group in self._kept:
-            held = self._heldout.num_documents
-            is_needed = held < MIN_HELDOUT and held + len(group) <= half
-            self._write(self._heldout if is_needed else self._train, group)
-
-    @staticmethod
-    def _write(writer: SplitWriter, group: Sequence[Document]) -> None:
-        for document in group:
-            writer.add(document)
+    is_held = np.random.default_rng(seed).random(len(sizes)) < share
+    if share:
+        held = sizes[is_held].sum()
+        half = sizes.sum() // 2
+        for group in np.random.default_rng([seed, 1]).permutation(np.flatnonzero(~is_held)):
+            if held < MIN_HELDOUT and held + sizes[group] <= half:
+                is_held[group] = True
+                held += sizes[group]
+    return np.repeat(is_held, sizes)
 
 
 class DocumentReader:

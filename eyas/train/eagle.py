@@ -21,7 +21,7 @@ from eyas.config.file_values import get_setting
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import Projected
 from eyas.models.checkpoint import Checkpoint
-from eyas.models.heads.eagle import EagleHead, write_head
+from eyas.models.heads.eagle import EagleHead, make_fuser, write_head
 from eyas.models.heads.eagle_config import (
     EagleHeadConfig,
     HeadWiring,
@@ -33,12 +33,12 @@ from eyas.models.heads.eagle_config import (
     tensor_shapes,
 )
 from eyas.models.heads.fusers import LinearFuser
-from eyas.models.heads.layers import DraftLayer
+from eyas.models.heads.layers import DraftLayer, draft_ids_of, stored_vocabulary
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.data import BY_COVERAGE, Batch
-from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, layer_sizes
+from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, head_sizes
 from eyas.train.losses import AGREES, CHANCE, row_losses, total_weight, weighted_mean, weighted_sum
 from eyas.train.start import Samples, low_rank, root_mean_square, solve, unit_rows
 
@@ -327,7 +327,7 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
             raise ConfigError(f"{config.draft_model} is a head of the method {method}; name that")
         found = {canonical_name(name, old.kind): tensor.float() for name, tensor in stored.tensors().items()}
         if config.head.draft_vocab_size == BY_COVERAGE:
-            draft_ids = torch.arange(old.draft_vocab_size) + (found["d2t"].long() if "d2t" in found else 0)
+            draft_ids = draft_ids_of(found, old.draft_vocab_size)
         depth = config.loss.num_depths if old.kind == "peagle" else 0
         own = {"draft_vocab_size": len(draft_ids), "wiring": _rewired(old, config), "depth": depth}
         c = EagleHeadConfig(**{**vars(old), **own})
@@ -337,11 +337,7 @@ def make_eagle_parts(config: TrainConfig, target: TargetWeights, draft_ids: Tens
     lm_head = tensors.pop("lm_head.weight", target.lm_head)
     is_own = embedding is not target.embedding and not torch.equal(embedding, target.embedding)
     head = EagleHead(c, tensors, embedding.clone(), lm_head, length)
-    fuser = None
-    if c.kind != "eagle":
-        norms = [tensor for name, tensor in tensors.items() if name.startswith(("fc_norm.", "input_norm."))]
-        stacked = torch.stack(norms) if norms else None
-        fuser = LinearFuser(tensors["fc.weight"], c.aux_hidden_state_layers, tensors.get("fc.bias"), stacked, c.rms_norm_eps)
+    fuser = None if c.kind == "eagle" else make_fuser(c, tensors)
     return EagleParts(head, fuser, tensors.get("mask_hidden"), is_own)
 
 
@@ -361,8 +357,7 @@ def _widened(found: Mapping[str, Tensor], target: TargetWeights, draft_ids: Tens
     kept = {name: tensor for name, tensor in found.items() if name not in ("d2t", "t2d")}
     if "lm_head.weight" in found:
         rows = target.lm_head.clone()
-        own = torch.arange(len(found["lm_head.weight"])) + (found["d2t"].long() if "d2t" in found else 0)
-        rows[own] = found["lm_head.weight"]
+        rows[draft_ids_of(found, len(found["lm_head.weight"]))] = found["lm_head.weight"]
         kept["lm_head.weight"] = rows[draft_ids]
     return kept
 
@@ -379,14 +374,8 @@ def _head_config(config: TrainConfig, target: TargetWeights, draft_vocab_size: i
     normed = config.method == "eagle3.1"
     output: Output = "bare" if is_first else "normed" if normed else "state"
     return EagleHeadConfig(
-        **vars(layer_sizes(h, target)),
+        **head_sizes(h, target, 4 if is_parallel else 1, target.vocab_size if is_first else draft_vocab_size),
         kind=kind,
-        target_hidden=target.hidden,
-        num_layers=h.num_hidden_layers or (4 if is_parallel else 1),
-        vocab_size=target.vocab_size,
-        draft_vocab_size=target.vocab_size if is_first else draft_vocab_size,
-        rotary=target.rotary,
-        max_positions=int(t["max_position_embeddings"]),
         wiring=HeadWiring((FINAL_NORM_OUTPUT,) if is_first else inputs, output=output),
         input_norms="each" if normed else "none",
         fc_bias=is_first,
@@ -409,7 +398,7 @@ def _random_tensors(c: EagleHeadConfig, target: TargetWeights, draft_ids: Tensor
     if c.kind != "eagle":
         tensors["lm_head.weight"] = target.lm_head[draft_ids].clone()
         if len(draft_ids) < c.vocab_size:
-            tensors["d2t"] = draft_ids - torch.arange(len(draft_ids))
+            tensors |= stored_vocabulary(draft_ids, c.vocab_size)
     return tensors
 
 
@@ -434,9 +423,7 @@ def eagle_tensors(head: EagleHead, fuser: LinearFuser | None, has_embedding: boo
         names = ["input_norm.weight"] if c.input_norms == "joint" else [f"fc_norm.{i}.weight" for i in range(9)]
         tensors |= dict(zip(names, fuser.norms, strict=False)) if fuser.norms is not None else {}
         if c.draft_vocab_size < c.vocab_size:
-            ids = head.draft_ids
-            tensors["d2t"] = ids - torch.arange(len(ids), device=ids.device)
-            tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids.cpu(), True)
+            tensors |= stored_vocabulary(head.draft_ids, c.vocab_size)
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 

@@ -28,7 +28,7 @@ from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.progress import Show, silent
-from eyas.protocol.commit import Commit, ResyncRequired, TreeBudget
+from eyas.protocol.commit import NO_TREE, Commit, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.train.config import EvalConfig
 from eyas.train.data import HELDOUT, TRAIN, StoredDocuments, read_prepared
@@ -201,7 +201,9 @@ def _draft_along(
             own, start = features[n], drafted[n]
             new = None if own is None else own[max(start - 1, 0) : lengths[n] - 1]
             request, tokens = outputs[n].request, outputs[n].tokens[start : lengths[n]]
-            contexts.append(Commit(request.id, 0, start, tokens, new, request.noise_key, budget))
+            depth = min(budget.max_depth, len(outputs[n].tokens) - lengths[n] - 1)  # the last token is no drafted one
+            own_budget = budget._replace(max_depth=depth) if depth else NO_TREE
+            contexts.append(Commit(request.id, 0, start, tokens, new, request.noise_key, own_budget))
             drafted[n] = lengths[n]
         for n, draft in zip(active, drafter.request(contexts)(), strict=True):
             if isinstance(draft, ResyncRequired):

@@ -16,9 +16,10 @@ from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError, MissingPackage
 from eyas.models.checkpoint import DEPTH_KEY, EMBEDDING_NAMES, LM_HEAD_NAMES, WIRING_KEY, Checkpoint
 from eyas.models.heads.block import block_tensors, load_block_head, write_block_head
-from eyas.models.heads.block_config import BlockHeadConfig, Dialect, block_config_json, find_kind
+from eyas.models.heads.block_config import BlockHeadConfig, Dialect, block_config_json
 from eyas.models.heads.eagle import config_json, write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, Kind, canonical_name, read_head_config
+from eyas.models.heads.layers import check_problems, stored_vocabulary, write_checkpoint
 from eyas.models.heads.medusa import MEDUSA_FILES, load_medusa
 from eyas.train.config import SERVED_BY, TrainConfig
 from eyas.train.data import Prepared
@@ -40,52 +41,44 @@ def export_head(head: str, model: str, out: Path, layout: str) -> None:
     """
     if layout not in get_args(Layout):
         raise ConfigError(f"layout is {layout!r}; it must be one of {', '.join(get_args(Layout))}")
+    match DraftHead(head).detected:
+        case "dspark" | "dflash" | "dflash2":
+            _export_block(head, model, out, layout)
+        case "eagle2" | "eagle3" | "peagle" as method:
+            _export_eagle(head, model, out, layout, "eagle" if method == "eagle2" else method)
+        case "medusa" if layout in ("vllm", "eyas"):
+            tensors = Checkpoint(head).tensors(MEDUSA_FILES)
+            dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+            vocab_size = get_setting(int, Checkpoint(model).text_config, "vocab_size", "the target's config")
+            write_medusa(out, load_medusa(head, model).to(dtype), vocab_size)
+        case "sps":
+            raise CheckpointError(f"{head} is a whole draft model, which engines load as it is; name the folder there")
+        case method:
+            engines = (
+                ", and neither vLLM nor SGLang runs Hydra heads" if method == "hydra" else "; it is vLLM's for Medusa heads"
+            )
+            raise CheckpointError(
+                f"{head} holds no EAGLE or block head; Medusa, Hydra and draft models have one layout only{engines}"
+            )
+
+
+def _export_eagle(head: str, model: str, out: Path, layout: str, kind: Kind) -> None:
     checkpoint = Checkpoint(head)
-    if find_kind(checkpoint.config) is not None:
-        _export_block(head, model, out, layout)
-        return
-    # Medusa's authors name the file of weights in their own way
-    names = set() if DraftHead(head).detected in ("medusa", "hydra") else checkpoint.files.keys()
-    if "fc.weight" not in names:
-        _export_other(head, model, out, layout)
-        return
-    is_first = not any(name.endswith("norm.weight") and "layernorm" not in name for name in names)
-    kind: Kind = "peagle" if "mask_hidden" in names else "eagle" if is_first else "eagle3"
     target = Checkpoint(model).text_config
     config = read_head_config(checkpoint, target, kind)
     tensors = {canonical_name(name, config.kind): tensor for name, tensor in checkpoint.tensors().items()}
     if layout in ("vllm", "sglang"):
         _check_eagle(head, config, layout, get_setting(int, target, "num_hidden_layers", "the target's config"))
-        _write(out, *(_vllm(config, tensors) if layout == "vllm" else _sglang(config, tensors)))
-        return
-    if config.kind == "eagle" and layout not in ("eyas", "safeailab"):
+        write_checkpoint(out, *(_vllm(config, tensors) if layout == "vllm" else _sglang(config, tensors)))
+    elif layout in ("eyas", "safeailab"):
+        write_head(out, config, tensors)
+    elif config.kind == "eagle":
         raise CheckpointError(
             f"{head} is an EAGLE-1 head, which {layout} has no layout for; export it to safeailab, or leave it as it is"
         )
-    if layout in ("eyas", "safeailab"):
-        write_head(out, config, tensors)
-        return
-    _write(out, *(_specforge(config, tensors) if layout == "specforge" else _speculators(config, tensors, model)))
-
-
-def _export_other(head: str, model: str, out: Path, layout: str) -> None:
-    """Write Medusa heads of any layout in vLLM's, which is also Eyas' own.
-
-    Raises CheckpointError for what is no head, and for Hydra heads.
-    """
-    method = DraftHead(head).detected
-    if method == "medusa" and layout in ("vllm", "eyas"):
-        tensors = Checkpoint(head).tensors(MEDUSA_FILES)
-        dtype = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
-        vocab_size = get_setting(int, Checkpoint(model).text_config, "vocab_size", "the target's config")
-        write_medusa(out, load_medusa(head, model).to(dtype), vocab_size)
-        return
-    if method == "sps":
-        raise CheckpointError(f"{head} is a whole draft model, which engines load as it is; name the folder there")
-    engines = ", and neither vLLM nor SGLang runs Hydra heads" if method == "hydra" else "; it is vLLM's for Medusa heads"
-    raise CheckpointError(
-        f"{head} holds no EAGLE or block head; Medusa, Hydra and draft models have one layout only{engines}"
-    )
+    else:
+        found = _specforge(config, tensors) if layout == "specforge" else _speculators(config, tensors, model)
+        write_checkpoint(out, *found)
 
 
 def _check_eagle(head: str, c: EagleHeadConfig, engine: str, num_layers: int) -> None:
@@ -120,9 +113,7 @@ def _check_eagle(head: str, c: EagleHeadConfig, engine: str, num_layers: int) ->
             not is_first and len(c.aux_hidden_state_layers) != NUM_EAGLE3_LAYERS
         ),
     }
-    for problem, holds in problems.items():
-        if holds:
-            raise CheckpointError(f"{head} cannot be exported to {engine}: {problem}")
+    check_problems(f"{head} cannot be exported to {engine}", problems)
 
 
 def _vllm(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -167,9 +158,7 @@ def _check_block(head: str, c: BlockHeadConfig, engine: str) -> None:
         ),
         "it has no Markov head, which DSpark needs there": c.kind == "dspark" and not c.markov_rank,
     }
-    for problem, holds in problems.items():
-        if holds:
-            raise CheckpointError(f"{head} cannot be exported to {engine}: {problem}")
+    check_problems(f"{head} cannot be exported to {engine}", problems)
 
 
 def _export_block(head: str, model: str, out: Path, layout: str) -> None:
@@ -180,7 +169,7 @@ def _export_block(head: str, model: str, out: Path, layout: str) -> None:
         config = block_config_json(loaded.config)
         if loaded.config.kind == "dspark" and layout == "sglang":  # which reads the settings of the Markov head on top
             config = block_config_json(loaded.config, "specforge") | config | {"architectures": ["DSparkDraftModel"]}
-        _write(out, config, tensors)
+        write_checkpoint(out, config, tensors)
         return
     if layout == "speculators":
         target = Checkpoint(model)
@@ -232,16 +221,8 @@ def _speculators(c: EagleHeadConfig, tensors: Mapping[str, Tensor], model: str) 
 
 def _with_vocabulary(c: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Add the draft vocabulary. Both projects want d2t and t2d, also for a whole vocabulary."""
-    maps = {"d2t": torch.zeros(c.draft_vocab_size, dtype=torch.int64), "t2d": torch.ones(c.vocab_size, dtype=torch.bool)}
-    return {**(maps if c.draft_vocab_size == c.vocab_size else {}), **tensors}
-
-
-def _write(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    is_whole = c.draft_vocab_size == c.vocab_size
+    return {**(stored_vocabulary(torch.arange(c.vocab_size), c.vocab_size) if is_whole else {}), **tensors}
 
 
 def read_log(run: Path) -> list[dict[str, Any]]:

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from eyas.errors import CheckpointError, ConfigError
 from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, Checkpoint, WeightFiles, check_layers, explained, resolve
-from eyas.models.heads.eagle_config import read_rotary
-from eyas.models.heads.layers import LayerSizes, read_layer_sizes
-from eyas.models.hidden_states import FINAL_NORM_OUTPUT, final_norm
+from eyas.models.heads.eagle_config import read_sizes
+from eyas.models.hidden_states import FINAL_NORM_OUTPUT, StateHooks
 from eyas.models.layers.attention import import_transformers
 from eyas.models.loading import read_model_config, stored_names, target_of
 from eyas.models.parallel.shards import weightless_model
@@ -86,11 +85,6 @@ class TargetWeights:
     def num_layers(self) -> int:
         return int(self.config["num_hidden_layers"])
 
-    @property
-    def rotary(self) -> Mapping[str, Any]:
-        """RoPE parameters as transformers takes them."""
-        return read_rotary(self.config, self.folder / "config.json")
-
 
 def load_target_weights(model: str) -> TargetWeights:
     """Raises CheckpointError."""
@@ -105,13 +99,15 @@ def load_target_weights(model: str) -> TargetWeights:
     return TargetWeights(target.folder, dict(config), embedding, lm_head)
 
 
-def layer_sizes(head: HeadConfig, target: TargetWeights) -> LayerSizes:
-    """Return the layers of a new head: those sizes that its settings name, the target's for the others. Raises
-    CheckpointError.
+def head_sizes(head: HeadConfig, target: TargetWeights, num_layers: int, draft_vocab_size: int) -> dict[str, Any]:
+    """Return the sizes of a new head, as fields of its config: those that its settings name, the target's for the others.
+
+    num_layers: if the settings name no number. Raises CheckpointError.
     """
     sizes = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     named = {key: value for key in sizes if (value := getattr(head, key))}
-    return read_layer_sizes(target.config | named, target.folder / "config.json")
+    stated = target.config | named | {"draft_vocab_size": draft_vocab_size}
+    return read_sizes(stated, head.num_hidden_layers or num_layers, target.folder / "config.json")
 
 
 class OnlineTarget:
@@ -134,14 +130,12 @@ class OnlineTarget:
         self.model: Any = sharded[0] if sharded else load_whole(model, dtype)
         self._is_sharded = is_sharded
         decoder: Any = self.model.get_decoder()
-        self._layers = tuple(layers)
-        self._kept: dict[int, Tensor] = {}
         num_layers = len(decoder.layers)
         for layer in set(layers) - {FINAL_NORM_OUTPUT}:
             if not 0 <= layer <= num_layers:
                 raise CheckpointError(f"head.target_layer_ids holds {layer - 1}, but {model} has {num_layers} layers")
-            module = decoder.layers[layer] if layer < num_layers else final_norm(decoder)
-            module.register_forward_pre_hook(lambda module, args, layer=layer: self._kept.__setitem__(layer, args[0]))
+        self._hooks = StateHooks(self.model)
+        self._hooks.use(tuple(layers))
         if is_sharded and sharded is None:
             _shard_decoder(decoder, device)
         self._decoder: nn.Module = decoder.to(device)
@@ -174,9 +168,9 @@ class OnlineTarget:
         # transformers keeps documents apart where positions begin again. A mask would replace the windows of its layers.
         found = self._decoder(batch.tokens, attention_mask=None, position_ids=batch.positions, use_cache=False)
         final = found.last_hidden_state
-        kept = {**self._kept, FINAL_NORM_OUTPUT: final}
-        self._kept.clear()
-        aux = torch.cat([kept[layer] for layer in self._layers], -1) if self._layers else final
+        kept = self._hooks.states
+        self._hooks.states = {}
+        aux = torch.cat([kept[layer] for layer in self._hooks.layers], -1) if kept else final
         return TargetStates(aux.to(device), final.to(device))
 
 

@@ -30,6 +30,8 @@ from eyas.train.trainer import Trainer, newest_checkpoint
 
 Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
 
+# What they make maps a batch, the target's states, a seed and a type of loss to the loss, under "loss", and figures for the
+# log. It has `aux_hidden_state_layers`, whose inputs it reads, and `write`, which makes a checkpoint that drafters load.
 TRAINEES: Mapping[str, Build] = {
     "dspark": new_block_trainer,
     "dflash": new_block_trainer,

@@ -8,7 +8,6 @@ Legend: N windows, L tokens, S states, M heads, H hidden width, D draft vocabula
 from __future__ import annotations
 
 import copy
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import check_vocabulary, explained
 from eyas.models.heads.hydra import HydraHead, HydraMLP, load_hydra
+from eyas.models.heads.layers import write_checkpoint
 from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics
@@ -126,16 +126,12 @@ class MultiHeadTrainer(nn.Module):
         if not isinstance(self.head, HydraHead):
             write_medusa(folder, self.head, self._vocab_size)
             return
-        config, tensors = _hydra_checkpoint(self.head)
-        sizes = {"hidden_size": self.head.hidden, "vocab_size": self._vocab_size}
-        _write(folder, config | sizes, tensors | {"token_map": self.head.draft_ids})
+        _write(folder, self.head, self._vocab_size, *_hydra_checkpoint(self.head))
 
 
 def write_medusa(folder: Path, head: MedusaHead, vocab_size: int) -> None:
     """Write Medusa heads in vLLM's layout, with an output layer for each head and a map of the draft vocabulary."""
-    config, tensors = _medusa_checkpoint(head)
-    sizes = {"hidden_size": head.hidden, "vocab_size": vocab_size}
-    _write(folder, config | sizes, tensors | {"token_map": head.draft_ids})
+    _write(folder, head, vocab_size, *_medusa_checkpoint(head))
 
 
 def _medusa_checkpoint(head: MedusaHead) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -172,12 +168,13 @@ def _hydra_checkpoint(head: HydraHead) -> tuple[dict[str, Any], dict[str, Tensor
     return config, tensors
 
 
-def _write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+def _write(
+    folder: Path, head: MedusaHead | HydraHead, vocab_size: int, config: dict[str, Any], tensors: dict[str, Tensor]
+) -> None:
+    """Write a checkpoint with the sizes of the target and the map of the draft vocabulary."""
+    sizes = {"hidden_size": head.hidden, "vocab_size": vocab_size}
+    own = {name: tensor.detach().cpu().clone() for name, tensor in (tensors | {"token_map": head.draft_ids}).items()}
+    write_checkpoint(folder, config | sizes, own)
 
 
 def new_medusa_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Tensor) -> MultiHeadTrainer:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import explained
 from eyas.progress import Show, progress, silent
-from eyas.train.config import LossType, OptimizerConfig, TrainConfig
-from eyas.train.data import Batch, Windows
+from eyas.train.config import OptimizerConfig, TrainConfig
+from eyas.train.data import Windows
 from eyas.train.evaluate import Evaluation, Evaluator
-from eyas.train.features import NoStates, StateSource, TargetStates, keeping_saved
+from eyas.train.features import NoStates, StateSource, keeping_saved
 
 LOG_FILE, CHECKPOINTS = "log.jsonl", "checkpoints"
 KEPT_CHECKPOINTS = 2
@@ -38,23 +38,6 @@ EVALUATION_SHARE = 0.1
 def newest_checkpoint(out: Path) -> Path | None:
     """Return the checkpoint from which a run in this folder continues."""
     return max((out / CHECKPOINTS).glob("step-*.pt"), default=None)
-
-
-class Trainee(Protocol):
-    """A head with its loss, an nn.Module. Parameters that need gradients are trained."""
-
-    @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose inputs it reads."""
-        ...
-
-    def __call__(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Mapping[str, Tensor]:
-        """Return the loss, under "loss", and figures for the log. seed: of the run."""
-        ...
-
-    def write(self, folder: Path) -> None:
-        """Write the head as a checkpoint that drafters load."""
-        ...
 
 
 @dataclass

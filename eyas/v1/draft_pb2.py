@@ -25,43 +25,43 @@ _sym_db = _symbol_database.Default()
 from eyas.v1 import types_pb2 as eyas_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x65yas/v1/draft.proto\x12\x07\x65yas.v1\x1a\x13\x65yas/v1/types.proto\"\x93\x01\n\x10SpeculateRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12 \n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x0f.eyas.v1.Commit\x12\x16\n\x0e\x65nded_sessions\x18\x03 \x03(\t\x12#\n\x06target\x18\x04 \x01(\x0b\x32\x13.eyas.v1.TargetInfo\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\"F\n\nTargetInfo\x12\x1a\n\x12target_fingerprint\x18\x01 \x01(\t\x12\x1c\n\x14\x66\x65\x61tures_fingerprint\x18\x02 \x01(\t\"\x90\x03\n\x06\x43ommit\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0estart_position\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12!\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x0f.eyas.v1.Tensor\x12 \n\x05noise\x18\x06 \x01(\x0b\x32\x11.eyas.v1.NoiseKey\x12\x11\n\tmax_nodes\x18\x07 \x01(\x05\x12\x11\n\tmax_depth\x18\x08 \x01(\x05\x12#\n\x08proposal\x18\t \x01(\x0e\x32\x11.eyas.v1.Proposal\x12\x0f\n\x07samples\x18\n \x03(\x05\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x15\n\rwants_sources\x18\x0c \x01(\x08\x12\x16\n\x0e\x61llowed_tokens\x18\r \x01(\x0c\x12-\n\x0clogit_biases\x18\x0f \x03(\x0b\x32\x17.eyas.v1.KnownLogitBias\x12\x12\n\ntenant_key\x18\x10 \x01(\t\x12\x10\n\x08has_tree\x18\x11 \x01(\x08J\x04\x08\x0e\x10\x0f\"A\n\x0eKnownLogitBias\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\x12\x12\n\nnum_levels\x18\x03 \x01(\x05\"\xce\x01\n\x11SpeculateResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x1c\n\x05trees\x18\x02 \x03(\x0b\x32\r.eyas.v1.Tree\x12(\n\x07resyncs\x18\x03 \x03(\x0b\x32\x17.eyas.v1.ResyncRequired\x12\x10\n\x08\x64raft_ms\x18\x04 \x01(\x02\x12\"\n\x08refusals\x18\x05 \x03(\x0b\x32\x10.eyas.v1.Refusal\x12\'\n\x08prepared\x18\x07 \x03(\x0b\x32\x15.eyas.v1.PreparedTreeJ\x04\x08\x06\x10\x07\"|\n\x0cPreparedTree\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x0f\n\x07parents\x18\x05 \x01(\x0c\x12\x11\n\tlog_probs\x18\x06 \x01(\x0c\"\xc5\x01\n\x04Tree\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x0f\n\x07parents\x18\x05 \x03(\x05\x12\x11\n\tlog_probs\x18\x06 \x03(\x02\x12\x13\n\x0bgrown_ahead\x18\x07 \x01(\x08\x12)\n\x07sampled\x18\x08 \x01(\x0b\x32\x18.eyas.v1.SampledProposal\x12\x0f\n\x07sources\x18\t \x03(\x05\"P\n\x0fSampledProposal\x12(\n\x0b\x64raft_probs\x18\x01 \x03(\x0b\x32\x13.eyas.v1.DraftProbs\x12\x13\n\x0breplacement\x18\x02 \x01(\x08\">\n\nDraftProbs\x12\x0e\n\x06parent\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\r\n\x05probs\x18\x03 \x03(\x02\"J\n\x0eResyncRequired\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\x05\"Q\n\x07Refusal\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x06reason\x18\x03 \x01(\x0e\x32\x16.eyas.v1.RefusalReason\"6\n\x0f\x44\x65scribeRequest\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.eyas.v1.TargetInfo\"\x9e\x01\n\x10\x44\x65scribeResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.eyas.v1.ModelInfo\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x16\n\x0eneeds_features\x18\x03 \x01(\x08\x12\x15\n\rneeds_samples\x18\x04 \x01(\x08\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x05 \x01(\x05\x12\x12\n\ncan_sample\x18\x06 \x01(\x08*<\n\x08Proposal\x12\x1a\n\x16PROPOSAL_DETERMINISTIC\x10\x00\x12\x14\n\x10PROPOSAL_SAMPLED\x10\x01*\x99\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_REASON_OVERLOADED\x10\x01\x12$\n REFUSAL_REASON_TOO_MANY_SESSIONS\x10\x02\x12#\n\x1fREFUSAL_REASON_CONTEXT_TOO_LONG\x10\x03\x32\x90\x01\n\x05\x44raft\x12\x46\n\tSpeculate\x12\x19.eyas.v1.SpeculateRequest\x1a\x1a.eyas.v1.SpeculateResponse(\x01\x30\x01\x12?\n\x08\x44\x65scribe\x12\x18.eyas.v1.DescribeRequest\x1a\x19.eyas.v1.DescribeResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x65yas/v1/draft.proto\x12\x07\x65yas.v1\x1a\x13\x65yas/v1/types.proto\"\x93\x01\n\x10SpeculateRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12 \n\x07\x63ommits\x18\x02 \x03(\x0b\x32\x0f.eyas.v1.Commit\x12\x16\n\x0e\x65nded_sessions\x18\x03 \x03(\t\x12#\n\x06target\x18\x04 \x01(\x0b\x32\x13.eyas.v1.TargetInfo\x12\x12\n\ntimeout_ms\x18\x05 \x01(\r\"F\n\nTargetInfo\x12\x1a\n\x12target_fingerprint\x18\x01 \x01(\t\x12\x1c\n\x14\x66\x65\x61tures_fingerprint\x18\x02 \x01(\t\"\xa7\x03\n\x06\x43ommit\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x16\n\x0estart_position\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12!\n\x08\x66\x65\x61tures\x18\x05 \x01(\x0b\x32\x0f.eyas.v1.Tensor\x12 \n\x05noise\x18\x06 \x01(\x0b\x32\x11.eyas.v1.NoiseKey\x12\x11\n\tmax_nodes\x18\x07 \x01(\x05\x12\x11\n\tmax_depth\x18\x08 \x01(\x05\x12#\n\x08proposal\x18\t \x01(\x0e\x32\x11.eyas.v1.Proposal\x12\x0f\n\x07samples\x18\n \x03(\x05\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x15\n\rwants_sources\x18\x0c \x01(\x08\x12\x16\n\x0e\x61llowed_tokens\x18\r \x01(\x0c\x12-\n\x0clogit_biases\x18\x0f \x03(\x0b\x32\x17.eyas.v1.KnownLogitBias\x12\x12\n\ntenant_key\x18\x10 \x01(\t\x12\x10\n\x08has_tree\x18\x11 \x01(\x08\x12\x15\n\rlookups_alone\x18\x12 \x01(\x08J\x04\x08\x0e\x10\x0f\"A\n\x0eKnownLogitBias\x12\r\n\x05token\x18\x01 \x01(\x05\x12\x0c\n\x04\x62ias\x18\x02 \x01(\x02\x12\x12\n\nnum_levels\x18\x03 \x01(\x05\"\xce\x01\n\x11SpeculateResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x1c\n\x05trees\x18\x02 \x03(\x0b\x32\r.eyas.v1.Tree\x12(\n\x07resyncs\x18\x03 \x03(\x0b\x32\x17.eyas.v1.ResyncRequired\x12\x10\n\x08\x64raft_ms\x18\x04 \x01(\x02\x12\"\n\x08refusals\x18\x05 \x03(\x0b\x32\x10.eyas.v1.Refusal\x12\'\n\x08prepared\x18\x07 \x03(\x0b\x32\x15.eyas.v1.PreparedTreeJ\x04\x08\x06\x10\x07\"|\n\x0cPreparedTree\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x01(\x0c\x12\x0f\n\x07parents\x18\x05 \x01(\x0c\x12\x11\n\tlog_probs\x18\x06 \x01(\x0c\"\xc5\x01\n\x04Tree\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\x05\x12\x0e\n\x06tokens\x18\x04 \x03(\x05\x12\x0f\n\x07parents\x18\x05 \x03(\x05\x12\x11\n\tlog_probs\x18\x06 \x03(\x02\x12\x13\n\x0bgrown_ahead\x18\x07 \x01(\x08\x12)\n\x07sampled\x18\x08 \x01(\x0b\x32\x18.eyas.v1.SampledProposal\x12\x0f\n\x07sources\x18\t \x03(\x05\"P\n\x0fSampledProposal\x12(\n\x0b\x64raft_probs\x18\x01 \x03(\x0b\x32\x13.eyas.v1.DraftProbs\x12\x13\n\x0breplacement\x18\x02 \x01(\x08\">\n\nDraftProbs\x12\x0e\n\x06parent\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\r\n\x05probs\x18\x03 \x03(\x02\"J\n\x0eResyncRequired\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x18\n\x10\x63ommitted_length\x18\x03 \x01(\x05\"Q\n\x07Refusal\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12&\n\x06reason\x18\x03 \x01(\x0e\x32\x16.eyas.v1.RefusalReason\"6\n\x0f\x44\x65scribeRequest\x12#\n\x06target\x18\x01 \x01(\x0b\x32\x13.eyas.v1.TargetInfo\"\xb3\x01\n\x10\x44\x65scribeResponse\x12!\n\x05model\x18\x01 \x01(\x0b\x32\x12.eyas.v1.ModelInfo\x12\x0e\n\x06method\x18\x02 \x01(\t\x12\x16\n\x0eneeds_features\x18\x03 \x01(\x08\x12\x15\n\rneeds_samples\x18\x04 \x01(\x08\x12\x14\n\x0c\x66\x65\x61ture_size\x18\x05 \x01(\x05\x12\x12\n\ncan_sample\x18\x06 \x01(\x08\x12\x13\n\x0bhas_lookups\x18\x07 \x01(\x08*<\n\x08Proposal\x12\x1a\n\x16PROPOSAL_DETERMINISTIC\x10\x00\x12\x14\n\x10PROPOSAL_SAMPLED\x10\x01*\x99\x01\n\rRefusalReason\x12\x1e\n\x1aREFUSAL_REASON_UNSPECIFIED\x10\x00\x12\x1d\n\x19REFUSAL_REASON_OVERLOADED\x10\x01\x12$\n REFUSAL_REASON_TOO_MANY_SESSIONS\x10\x02\x12#\n\x1fREFUSAL_REASON_CONTEXT_TOO_LONG\x10\x03\x32\x90\x01\n\x05\x44raft\x12\x46\n\tSpeculate\x12\x19.eyas.v1.SpeculateRequest\x1a\x1a.eyas.v1.SpeculateResponse(\x01\x30\x01\x12?\n\x08\x44\x65scribe\x12\x18.eyas.v1.DescribeRequest\x1a\x19.eyas.v1.DescribeResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'eyas.v1.draft_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROPOSAL']._serialized_start=1802
-  _globals['_PROPOSAL']._serialized_end=1862
-  _globals['_REFUSALREASON']._serialized_start=1865
-  _globals['_REFUSALREASON']._serialized_end=2018
+  _globals['_PROPOSAL']._serialized_start=1846
+  _globals['_PROPOSAL']._serialized_end=1906
+  _globals['_REFUSALREASON']._serialized_start=1909
+  _globals['_REFUSALREASON']._serialized_end=2062
   _globals['_SPECULATEREQUEST']._serialized_start=54
   _globals['_SPECULATEREQUEST']._serialized_end=201
   _globals['_TARGETINFO']._serialized_start=203
   _globals['_TARGETINFO']._serialized_end=273
   _globals['_COMMIT']._serialized_start=276
-  _globals['_COMMIT']._serialized_end=676
-  _globals['_KNOWNLOGITBIAS']._serialized_start=678
-  _globals['_KNOWNLOGITBIAS']._serialized_end=743
-  _globals['_SPECULATERESPONSE']._serialized_start=746
-  _globals['_SPECULATERESPONSE']._serialized_end=952
-  _globals['_PREPAREDTREE']._serialized_start=954
-  _globals['_PREPAREDTREE']._serialized_end=1078
-  _globals['_TREE']._serialized_start=1081
-  _globals['_TREE']._serialized_end=1278
-  _globals['_SAMPLEDPROPOSAL']._serialized_start=1280
-  _globals['_SAMPLEDPROPOSAL']._serialized_end=1360
-  _globals['_DRAFTPROBS']._serialized_start=1362
-  _globals['_DRAFTPROBS']._serialized_end=1424
-  _globals['_RESYNCREQUIRED']._serialized_start=1426
-  _globals['_RESYNCREQUIRED']._serialized_end=1500
-  _globals['_REFUSAL']._serialized_start=1502
-  _globals['_REFUSAL']._serialized_end=1583
-  _globals['_DESCRIBEREQUEST']._serialized_start=1585
-  _globals['_DESCRIBEREQUEST']._serialized_end=1639
-  _globals['_DESCRIBERESPONSE']._serialized_start=1642
-  _globals['_DESCRIBERESPONSE']._serialized_end=1800
-  _globals['_DRAFT']._serialized_start=2021
-  _globals['_DRAFT']._serialized_end=2165
+  _globals['_COMMIT']._serialized_end=699
+  _globals['_KNOWNLOGITBIAS']._serialized_start=701
+  _globals['_KNOWNLOGITBIAS']._serialized_end=766
+  _globals['_SPECULATERESPONSE']._serialized_start=769
+  _globals['_SPECULATERESPONSE']._serialized_end=975
+  _globals['_PREPAREDTREE']._serialized_start=977
+  _globals['_PREPAREDTREE']._serialized_end=1101
+  _globals['_TREE']._serialized_start=1104
+  _globals['_TREE']._serialized_end=1301
+  _globals['_SAMPLEDPROPOSAL']._serialized_start=1303
+  _globals['_SAMPLEDPROPOSAL']._serialized_end=1383
+  _globals['_DRAFTPROBS']._serialized_start=1385
+  _globals['_DRAFTPROBS']._serialized_end=1447
+  _globals['_RESYNCREQUIRED']._serialized_start=1449
+  _globals['_RESYNCREQUIRED']._serialized_end=1523
+  _globals['_REFUSAL']._serialized_start=1525
+  _globals['_REFUSAL']._serialized_end=1606
+  _globals['_DESCRIBEREQUEST']._serialized_start=1608
+  _globals['_DESCRIBEREQUEST']._serialized_end=1662
+  _globals['_DESCRIBERESPONSE']._serialized_start=1665
+  _globals['_DESCRIBERESPONSE']._serialized_end=1844
+  _globals['_DRAFT']._serialized_start=2065
+  _globals['_DRAFT']._serialized_end=2209
 # @@protoc_insertion_point(module_scope)

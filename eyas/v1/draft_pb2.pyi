@@ -164,6 +164,7 @@ class Commit(_message.Message):
     LOGIT_BIASES_FIELD_NUMBER: _builtins.int
     TENANT_KEY_FIELD_NUMBER: _builtins.int
     HAS_TREE_FIELD_NUMBER: _builtins.int
+    LOOKUPS_ALONE_FIELD_NUMBER: _builtins.int
     session: _builtins.str
     """Session key, unique within the stream."""
     epoch: _builtins.int
@@ -189,6 +190,10 @@ class Commit(_message.Message):
     has_tree: _builtins.bool
     """The verifier has cut the session's next tree from a prepared one, within max_nodes and max_depth: none is returned.
     With max_nodes 1 it has none, and does not wait for one.
+    """
+    lookups_alone: _builtins.bool
+    """Lookups alone draft this tree, without the network that they stand next to: only where the drafter has_lookups. The
+    network lacks these tokens, and needs no features of them.
     """
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -231,10 +236,11 @@ class Commit(_message.Message):
         logit_biases: _abc.Iterable[Global___KnownLogitBias] | None = ...,
         tenant_key: _builtins.str = ...,
         has_tree: _builtins.bool = ...,
+        lookups_alone: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["features", b"features", "noise", b"noise"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tokens", b"allowed_tokens", "epoch", b"epoch", "features", b"features", "has_tree", b"has_tree", "logit_biases", b"logit_biases", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tenant_key", b"tenant_key", "tokens", b"tokens", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_tokens", b"allowed_tokens", "epoch", b"epoch", "features", b"features", "has_tree", b"has_tree", "logit_biases", b"logit_biases", "lookups_alone", b"lookups_alone", "max_depth", b"max_depth", "max_nodes", b"max_nodes", "noise", b"noise", "proposal", b"proposal", "samples", b"samples", "session", b"session", "start_position", b"start_position", "tenant_key", b"tenant_key", "tokens", b"tokens", "traceparent", b"traceparent", "wants_sources", b"wants_sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -588,6 +594,7 @@ class DescribeResponse(_message.Message):
     NEEDS_SAMPLES_FIELD_NUMBER: _builtins.int
     FEATURE_SIZE_FIELD_NUMBER: _builtins.int
     CAN_SAMPLE_FIELD_NUMBER: _builtins.int
+    HAS_LOOKUPS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     """Method, such as "eagle3"."""
     needs_features: _builtins.bool
@@ -598,6 +605,8 @@ class DescribeResponse(_message.Message):
     """Width of the fused features; 0 if none are needed."""
     can_sample: _builtins.bool
     """Whether it supports PROPOSAL_SAMPLED."""
+    has_lookups: _builtins.bool
+    """Whether it is a network next to lookups, which can draft alone."""
     @_builtins.property
     def model(self) -> _types_pb2.ModelInfo:
         """The target that it fits."""
@@ -611,10 +620,11 @@ class DescribeResponse(_message.Message):
         needs_samples: _builtins.bool = ...,
         feature_size: _builtins.int = ...,
         can_sample: _builtins.bool = ...,
+        has_lookups: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_sample", b"can_sample", "feature_size", b"feature_size", "method", b"method", "model", b"model", "needs_features", b"needs_features", "needs_samples", b"needs_samples"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["can_sample", b"can_sample", "feature_size", b"feature_size", "has_lookups", b"has_lookups", "method", b"method", "model", b"model", "needs_features", b"needs_features", "needs_samples", b"needs_samples"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,7 @@ def describe(name: str, head: DraftHead, drafter: LocalDrafter, target: ModelInf
         needs_samples=drafter.needs.samples,
         feature_size=drafter.needs.feature_size,
         can_sample=drafter.can_sample,
+        has_lookups=drafter.has_lookups,
     )
 
 

@@ -197,11 +197,13 @@ class JobBatch:
 def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> DraftContext:
     """Validate a commit and turn it into a context named `session` for the drafter that `info` describes.
 
-    Raises InvalidRequest for lengths, token ids, features or noise that no drafter could use, and for a proposal that this
-    one cannot make.
+    Raises InvalidRequest for lengths, token ids, features or noise that no drafter could use, and for what this one cannot
+    do.
     """
     if commit.proposal == "sampled" and not info.can_sample:
         raise InvalidRequest(f"drafter {info.method} cannot sample trees; ask for a deterministic proposal")
+    if commit.lookups_alone and not info.has_lookups:
+        raise InvalidRequest(f"drafter {info.method} has no lookups next to a network; leave out lookups_alone")
     if commit.start_position < 0 or not commit.tokens:
         raise InvalidRequest(
             f"commit of {len(commit.tokens)} tokens at length {commit.start_position}; send at least one, from 0 on"
@@ -216,7 +218,7 @@ def admit(commit: Commit[TensorBytes], session: str, info: DrafterInfo) -> Draft
             raise InvalidRequest(f"the bias of token {bias.token} is {bias.bias}; it must be a number, or minus infinity")
     _check_noise(commit.noise)
     features = None
-    if info.needs_features:
+    if info.needs_features and not commit.lookups_alone:
         shape = (commit.committed_length - 1 - max(commit.start_position - 1, 0), info.feature_size)
         if commit.features is None or commit.features.shape != shape:
             given = list(commit.features.shape) if commit.features else "none"

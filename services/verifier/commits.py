@@ -69,4 +69,5 @@ def _cut(context: DraftContext, max_tokens: int) -> Iterator[Commit[TensorBytes]
             logit_biases=context.logit_biases if is_last else (),
             tenant_key=context.tenant_key,
             has_tree=context.has_tree and is_last,
+            lookups_alone=context.lookups_alone,
         )

@@ -148,7 +148,8 @@ class RemoteDrafter:
         self._refused: dict[str, float] = {}  # by session: when it may ask again, by time.monotonic(); `_changed` guards it
         self.num_answered = self.num_lost = self.num_drafted = self.num_accepted = 0
         self._stream: Stream | None = None
-        self.method, self.needs_samples = "", False  # of the drafter that was connected last
+        self.method = ""  # this and what follows are facts of the drafter that was connected last
+        self.needs_samples = self.has_lookups = False
         self._peers = peers or Peers()
         self._identity = self._peers.identity
         self._channel = self._peers.open_sync_channel(address)
@@ -183,6 +184,8 @@ class RemoteDrafter:
         pending = PendingDrafts(contexts, [None] * len(contexts))
         stream, wants_trees = self._stream, any(context.budget.wants_tree for context in contexts)
         if stream is None or stream.outbox.qsize() > _MAX_UNSENT or not self.breaker.admits(wants_trees):
+            return pending
+        if not stream.info.has_lookups and any(context.lookups_alone for context in contexts):  # it has just been replaced
             return pending
         pending.stream, pending.sent_at = stream, time.perf_counter()
         contexts = self._use_prepared(contexts, pending)
@@ -327,7 +330,10 @@ class RemoteDrafter:
         stream.send(DraftRequest(0, target=self._target))
         call = stub.Speculate(iter(stream.outbox.get, None), metadata=self._peers.metadata)
         log.info("drafts come from %s (%s)", self.address, info.method, extra={"rate_limited": True})
-        self._stream, self.method, self.needs_samples = stream, info.method, info.needs_samples
+        self.method = info.method
+        self.needs_samples = info.needs_samples
+        self.has_lookups = info.has_lookups
+        self._stream = stream
         with self._changed:
             self._refused.clear()
         try:

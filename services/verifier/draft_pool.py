@@ -71,6 +71,12 @@ class DraftPool:
         is_needed = any(drafter.needs_samples for drafter in list(self._drafters.values()))
         return self._needs if is_needed else self._without_samples
 
+    @property
+    def has_lookups(self) -> bool:
+        """See Drafter; true while all connected drafters have some."""
+        drafters = list(self._drafters.values())
+        return bool(drafters) and all(drafter.has_lookups for drafter in drafters)
+
     def assign(self, session: str, address: str) -> None:
         """Let the drafter at host:port draft for a session; dials it if it is new.
 

@@ -35,7 +35,10 @@ def test_a_cpu_allocates_no_more_slots_than_useful() -> None:
     assert slots_that_fit(1, 1.0, CPU) == kv.MAX_SLOTS_ON_CPU
 
 
-def test_an_engine_reports_its_slot_counts(tiny_target: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_reports_its_slot_counts(
+    tiny_target: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv, "MAX_SLOTS_ON_CPU", 4096)
     with caplog.at_level(logging.INFO):
         engine = assemble_engine(load_target(tiny_target), None, EngineConfig(), TreeConfig(), None)
     assert engine.load.free_kv_tokens == kv.MAX_SLOTS_ON_CPU

@@ -14,7 +14,6 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from eyas import LLM, SamplingParams
-from eyas.cli.generate import _source_and_prompt
 from eyas.cli.main import app
 from tests.support.tiny import fixed_config
 
@@ -96,7 +95,8 @@ def test_loading_is_said_on_a_terminal_and_wiped_out(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.slow
-def test_chat_keeps_the_history_until_reset(run: Run, plain_llm: LLM) -> None:
+def test_chat_keeps_the_history_until_reset(run: Run, plain_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eyas.llm.LLM", partial(LLM, engine=fixed_config()))
     said = ["class Queue:", "def pop(self):"]
     result = run("chat", *DRAFTED, *GREEDY, text=f"{said[0]}\n{said[1]}\n/reset\n{said[0]}\n/exit\nnever\n")
     assert result.exit_code == 0, result.output
@@ -123,8 +123,10 @@ def reports() -> dict[str, tuple[int, str]]:
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_a_prompt_is_no_model(prompt: str) -> None:
-    assert _source_and_prompt([prompt], "") == ("", prompt)
+def test_a_prompt_is_no_model(prompt: str, run: Run) -> None:
+    """Nor a file of one: it goes to a router, which takes no method."""
+    result = run("generate", prompt, "--address", "127.0.0.1:1", "--method", "eagle3")
+    assert "a PROMPT without a MODEL goes to a router" in f"{result.output}{result.exception}"
 
 
 @pytest.mark.parametrize("command", MISTAKES)

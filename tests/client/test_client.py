@@ -101,10 +101,7 @@ async def test_an_answer_continues_on_another_router(url: str) -> None:
 async def test_a_retried_answer_that_differs_is_an_error(url: str) -> None:
     """Without a router between: verifiers of different targets, which no router would mix."""
     other = [*TOKENS[: len(PROMPT)], *(token + 1 for token in REST)]
-    async with (
-        worker(url, Script(TOKENS, fails_after=2)) as first,
-        worker(url, Script(other)) as second,
-    ):
+    async with worker(url, Script(TOKENS, fails_after=2)) as first, worker(url, Script(other)) as second:
         with (
             Client(f"{first},{second}", retry=QUICK) as client,
             pytest.raises(RequestFailed, match="the answer changed between two attempts"),
@@ -131,10 +128,7 @@ async def test_a_failure_that_stays_is_raised(url: str, script: Script, error: t
 
 @pytest.mark.parametrize(
     "script",
-    [
-        Script(TOKENS, stalls_after=1),
-        Script(TOKENS, fails_after=0, status=StatusCode.RESOURCE_EXHAUSTED, pushback=200_000),
-    ],
+    [Script(TOKENS, stalls_after=1), Script(TOKENS, fails_after=0, status=StatusCode.RESOURCE_EXHAUSTED, pushback=200_000)],
 )
 def test_a_request_ends_with_its_time(url: str, script: Script) -> None:
     """Also where the router asks to wait beyond it."""

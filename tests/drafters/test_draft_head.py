@@ -13,6 +13,8 @@ from eyas import LLM
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.models.checkpoint import Checkpoint
+from eyas.models.heads import validation
+from tests.support.tiny import fixed_config
 
 INDEX = "model.safetensors.index.json"
 
@@ -52,7 +54,11 @@ def test_all_that_is_built_of_a_head_reads_its_folder_once(
     assert reads[f"{tiny_target}/config.json"] == 1
 
 
-def test_an_llm_reads_the_folder_of_its_head_once(tmp_path: Path, reads: Counter[str]) -> None:
+def test_an_llm_reads_the_folder_of_its_head_once(
+    tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that checks the head too, on little text."""
+    monkeypatch.setattr(validation, "MAX_WINDOWS", 3)
     head = indexed("models/demo/eagle3", tmp_path / "head")
-    with LLM("models/demo/target", draft_model=head, max_kv_tokens=256):
+    with LLM("models/demo/target", draft_model=head, engine=fixed_config(max_kv_tokens=256)):
         assert [reads[f"{head}/{name}"] for name in ("config.json", INDEX)] == [1, 1]

@@ -13,6 +13,7 @@ from eyas.config import DraftingConfig
 from eyas.emulation.costs import DeviceCosts, PassCosts, flat
 from eyas.emulation.device import NUM_RECENT, EmulatedDevice, VirtualClock, emulated_device
 from eyas.errors import ConfigError
+from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config
 
 PROMPT = (5, 6, 7, 8, 9, 10, 11, 12)
@@ -103,7 +104,7 @@ def test_a_missing_or_broken_table_is_an_error_that_says_so(tmp_path: Path) -> N
         DeviceCosts.read(str(tmp_path / "missing.json"))
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+@pytest.mark.parametrize("method", ["eagle3", nightly("dspark")])
 def test_emulation_changes_no_token(tmp_path: Path, method: str) -> None:
     log, tables = tmp_path / "log", str(tmp_path / "costs.json")
     replace(flat("test", verify=60.0, draft_round=30.0, draft_level=1e-3), log=str(log)).write(Path(tables))

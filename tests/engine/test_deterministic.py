@@ -93,11 +93,7 @@ def test_chunks_and_trees_change_no_bit(name: str, dtype: str, tmp_path: Path) -
     [(3, "torch has 3 threads; set OMP_NUM_THREADS=1, and more threads by engine.layer_threads"), (1, "")],
 )
 def test_a_mode_without_batches_says_why(
-    num_threads: int,
-    reason: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    num_threads: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("numba", reason="numba is not installed")
     target = load_family(tmp_path, "llama-3", "float32")

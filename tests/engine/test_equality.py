@@ -80,12 +80,7 @@ def make_engine(
     fuser = case_of(name, target, head).fuser()
     config = fixed_config(**{"max_kv_tokens": 1024, "max_prefill_tokens": 16, **limits})
     return assemble_engine(
-        shared_target(target, fuser.aux_hidden_state_layers if fuser else ()),
-        fuser,
-        config,
-        TREE,
-        drafter,
-        clock=clock,
+        shared_target(target, fuser.aux_hidden_state_layers if fuser else ()), fuser, config, TREE, drafter, clock=clock
     )
 
 

@@ -22,7 +22,7 @@ from eyas.sampling.logit_rules import LogitRules
 from tests.engine.test_equality import TREE, make_drafter, make_engine, prompts
 from tests.support import reference
 from tests.support.bad_drafters import KnowingDrafter
-from tests.support.runs import outputs_of, run, stats_of, tokens_of
+from tests.support.runs import assert_plain, outputs_of, run, stats_of, tokens_of
 from tests.support.strategies import trees
 from tests.support.tiny import fixed_config, shared_target
 
@@ -84,7 +84,8 @@ def test_steered_requests_beside_others_equal_the_plain_loop(name: str, tiny_tar
     engine = engine_with(drafter, tiny_target, tiny_head)
     chunks = run(engine, requests[:4], {3: requests[4:8], 9: requests[8:]})
     assert outputs_of(chunks) == expected
-    assert not engine._rules._rules, "what requests asked is forgotten with them"
+    again = [replace(request, sampling=replace(STEERED["reward"], seed=1, max_tokens=6)) for request in requests[:4]]
+    assert_plain(tiny_target, again, run(engine, again))  # under other rules: what requests asked is forgotten with them
     if name == "knowing":
         assert stats_of(chunks).acceptance_length > 3, "deep nodes were accepted"
 

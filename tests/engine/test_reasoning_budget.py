@@ -62,7 +62,7 @@ def plain(target: str, temperature: float) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "temperature"), [("prompt_lookup", 0.8), ("eagle3", 0.0), ("random", 0.8), ("knowing", 0.0)]
+    ("name", "temperature"), [("prompt_lookup", 0.8), nightly("eagle3", 0.0), nightly("random", 0.8), ("knowing", 0.0)]
 )
 def test_drafts_change_no_budget_within_a_grammar(name: str, temperature: float, target: str, tiny_head: str) -> None:
     expected, asked = plain(target, temperature), list(requests(target, temperature))

@@ -71,7 +71,7 @@ CONSTRAINTS: Mapping[str, StructuredOutputs | None] = {
 }
 TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 # Kinds of drafts; nightly also the methods that draft as one of these does.
-DAILY = ("eagle3", "eagle3-ahead", "dspark", "medusa", "sps", "prompt_lookup", "lookahead", "eagle3+lookahead")
+DAILY = ("eagle3-ahead", "dspark", "medusa", "sps", "prompt_lookup", "lookahead")
 METHODS = (*tiered(KINDS_OF_DRAFTS, DAILY), "random")
 
 
@@ -198,7 +198,7 @@ def test_plain_constrained_decoding_masks_nothing_else(target: str) -> None:
         assert list(plain_outputs(target, temperature)["choice"]) == expected
 
 
-@pytest.mark.parametrize("name", ["eagle3", "none"])
+@pytest.mark.parametrize("name", ["eagle3", nightly("none")])
 def test_preempted_requests_go_on_with_the_same_tokens(name: str, target: str, tiny_head: str) -> None:
     limits = {"max_kv_tokens": 50}
     engine = case_engine(name, target, tiny_head, **limits) if name != "none" else make_engine(target, **limits)
@@ -242,7 +242,7 @@ STEERED = {
 }
 
 
-@pytest.mark.parametrize("kind", STEERED)
+@pytest.mark.parametrize("kind", tiered(STEERED, ("penalties", "bad words", "minimum")))
 def test_other_parameters_hold_within_a_grammar(kind: str, target: str, tiny_head: str) -> None:
     requests = requests_at(1.0, **STEERED[kind])
     plain = run(shared_engine("none", target), requests)
@@ -296,7 +296,7 @@ def test_forced_text_is_drafted(target: str) -> None:
     assert len(chunks["r"]) < len(plain["r"]) / 3
 
 
-@pytest.mark.parametrize("name", ["eagle3", "sps", "medusa"])
+@pytest.mark.parametrize("name", [nightly("eagle3"), "sps", nightly("medusa")])
 def test_sampled_trees_stay_within_the_grammar(name: str, target: str, tiny_head: str) -> None:
     engine = case_engine(name, target, tiny_head, acceptance="rejection")
     requests = [request for request in requests_at(1.0) if request.id in ("choice", "regex", "record", "tree")]
@@ -314,8 +314,8 @@ def ambiguous(number: int) -> StructuredOutputs:
 
 
 def matchers_of(engine: Engine, structured: StructuredOutputs) -> OutputMatchers:
-    """Before the first token, with drafts."""
-    return engine._compiler.matchers(structured, (), has_drafts=True).result()
+    """Before the first token, with drafts if the engine drafts."""
+    return engine.follow(Request("r", (5,), SamplingParams(structured_outputs=structured))).result()
 
 
 def hostile_request(number: int) -> Request:
@@ -374,7 +374,10 @@ def test_a_dead_end_in_a_draft_ends_no_drafts(target: str) -> None:
     """The root allows "z", behind which no token of the model fits; the output takes another way."""
     token = {text: load_tokenizer(target).tokenizer.token_to_id(text) for text in "zk"}
     structured = StructuredOutputs(regex="z\u00e9|k{9}")
-    request, engine = Request("r", (5,), SamplingParams(seed=1, structured_outputs=structured)), make_engine(target)
+    request, engine = (
+        Request("r", (5,), SamplingParams(seed=1, structured_outputs=structured)),
+        make_engine(target, RandomDrafter(48)),
+    )
     engine.grammars.add(request, matchers_of(engine, structured))
     output = engine.grammars.outputs["r"]
     tree = DraftTree.of((5, token["z"], token["k"], token["k"]), (0, 0, 0, 2), (0.0, -1.0, -2.0, -3.0))
@@ -446,7 +449,7 @@ def test_outputs_are_the_same_if_time_runs_out_anywhere(
 
 @pytest.mark.parametrize("max_nodes", [1, 2, 4, 12])
 def test_a_sampled_tree_is_cut_between_families(max_nodes: int, target: str) -> None:
-    engine = make_engine(target)
+    engine = make_engine(target, RandomDrafter(48))
     request = next(request for request in requests_at(1.0) if request.id == "regex")
     engine.grammars.add(request, matchers_of(engine, ambiguous(1)))
     output = engine.grammars.outputs[request.id]

@@ -17,7 +17,7 @@ from tests.fuzz.sockets import HttpConnection
 from tests.fuzz.storm import Client, FuzzResult, FuzzSettings, connected, is_http_fine, storm
 from tests.support.services.forks import forked_services
 
-NUM_MESSAGES, MAX_CHANGES = 500, 40_000
+NUM_MESSAGES, MAX_CHANGES = 250, 40_000
 METHODS = (
     "router Generation/Generate", "router Generation/ListModels", "verifier Generation/Generate", "verifier Worker/Status",
     "verifier ChunkFeed/Follow", "verifier Health/Check", "draft Draft/Describe", "draft Draft/Speculate",

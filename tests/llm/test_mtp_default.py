@@ -4,7 +4,6 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from eyas.errors import CheckpointError, OutOfMemory
 from eyas.models import loading
 from eyas.models.checkpoint import target_fingerprint
 from eyas.models.heads import mtp, validation
+from tests.support.tiers import nightly
 from tests.support.tiny import write_spelling_tokenizer
 from tests.support.tiny_mtp import DEEPSEEK, write_mtp
 
@@ -81,8 +81,13 @@ def raise_no_memory(*arguments: object) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", get_args(HeadValidation))
-@pytest.mark.parametrize("problem", ["damaged", "wrong wiring", "no memory"])
+@pytest.mark.parametrize(
+    ("problem", "how"),
+    [
+        ("damaged", "auto"), ("wrong wiring", "never"), ("no memory", "auto"),
+        nightly("damaged", "never"), nightly("wrong wiring", "auto"), nightly("no memory", "never"),
+    ],
+)  # fmt: skip
 def test_a_default_that_cannot_be_used_stops_no_start(
     problem: str, how: HeadValidation, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ TOKENIZERS = ("tokenizer",)
 HEADS = ("eagle2", "eagle3", "peagle", "dspark", "dflash2", "medusa", "hydra")
 TARGETS = ("llama", "gemma-3", "phi-3", "mixtral")
 # One checkpoint of each reader.
-DAILY = ("llama", "mixtral", "eagle3", "dspark", "hydra", *TOKENIZERS)
+DAILY = ("llama", "eagle3", "dspark", "hydra", *TOKENIZERS)
 
 Result = list[Any]
 

@@ -32,7 +32,7 @@ from eyas.models.checkpoint import resolve, target_fingerprint
 from eyas.models.supported import inspect_architecture
 from eyas.models.unpacking import end_ids, llama3_divisors, readable_kinds, smallest, unpack
 from tests.support.tiers import nightly, tiered
-from tests.support.tiny import write_head, write_target
+from tests.support.tiny import fixed_config, write_head, write_target
 from tests.support.tiny_gguf import TEMPLATE, write_gguf
 
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
@@ -95,7 +95,7 @@ def test_a_head_drafts_for_a_file(temperature: float, file: Path, tmp_path: Path
     outputs = []
     for draft_model in (None, str(head)):
         method = "eagle3" if draft_model else None
-        with LLM(str(file), draft_model, method, validate_head="never") as llm:
+        with LLM(str(file), draft_model, method, engine=fixed_config(max_kv_tokens=512), validate_head="never") as llm:
             outputs.append([output.outputs[0].token_ids for output in llm.generate(prompts, sampling, use_tqdm=False)])
     assert outputs[0] == outputs[1]
 

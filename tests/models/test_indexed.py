@@ -26,14 +26,14 @@ from tests.support.methods import KINDS_OF_DRAFTS, Case
 from tests.support.reference import load_reference
 from tests.support.runs import outputs_of, stats_of
 from tests.support.runs import run as run_engine
-from tests.support.tiers import tiered
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import fixed_config, shared_target
 
 # An indexer in each layer, and layers that share the choice of one.
 KINDS = ("deepseek_v32", "glm_moe_dsa")
 CHOSEN = 96
 PROMPTS = [np.random.default_rng(length).integers(3, 48, length).tolist() for length in (3, 37, 70)]
-DAILY_METHODS = ("eagle3", "mtp", "prompt_lookup")
+DAILY_METHODS = ("eagle3", "prompt_lookup")
 # The tiny head of Hydra with a layer has the widths of other heads than these.
 METHODS = [name for name in KINDS_OF_DRAFTS if name != "hydra-prefix"]
 
@@ -130,7 +130,7 @@ def test_preempted_sequences_equal_generate(deep: str) -> None:
     assert engine.scheduler.num_preemptions
 
 
-@pytest.mark.parametrize("kind", ["mistral_large4", "glm5_next"])
+@pytest.mark.parametrize("kind", ["mistral_large4", nightly("glm5_next")])
 def test_ranks_share_the_heads_of_a_wrapped_model(kind: str, tmp_path: Path) -> None:
     folder = write_wrapped(kind, tmp_path)
     targets = [rank_of(folder, rank) for rank in range(2)]
@@ -140,7 +140,7 @@ def test_ranks_share_the_heads_of_a_wrapped_model(kind: str, tmp_path: Path) -> 
     torch.testing.assert_close(found, expected(folder, PREFIX), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["mistral_large4", "glm5_next"])
+@pytest.mark.parametrize("kind", [nightly("mistral_large4"), "glm5_next"])
 def test_drafts_for_a_wrapped_model_equal_generate(kind: str, tmp_path: Path) -> None:
     """Also behind cached prefixes, and of delta layers behind their states."""
     folder = write_wrapped(kind, tmp_path)

@@ -22,6 +22,7 @@ from eyas.models.loading import load_target
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.random_passes import make_pass, num_slots
 from tests.support.runs import outputs_of, run
+from tests.support.tiers import tiered
 from tests.support.tiny import shared_target, write_target
 
 NARROW = ("fp8_e4m3", "fp8_e5m2")
@@ -80,7 +81,7 @@ def test_kernels_write_and_read_what_plain_operations_do(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name", tiered(NARROW, NARROW[:1]))
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_drafts_do_not_change_the_tokens(name: str, deterministic: bool, tiny_target: str) -> None:
     config = EngineConfig(max_kv_tokens=400, max_prefill_tokens=16, deterministic=deterministic, kv_cache_dtype=name)

@@ -25,6 +25,7 @@ from tests.models.test_more_families import NODES, PREFIX, SLOTS, check_exact, t
 from tests.models.test_target import segment
 from tests.support.runs import outputs_of
 from tests.support.runs import run as run_engine
+from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config, write_head
 
 # All layers with sinks; and some without, with keys wider than values and other numbers of heads in sliding layers.
@@ -41,7 +42,7 @@ def logits_of(way: ForwardBackend, target: TargetModel) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fixed_part", [0, 32])
+@pytest.mark.parametrize("fixed_part", [nightly(0), 32])
 def test_kernels_equal_plain_attention(kind: str, fixed_part: int, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     target = load_target(write(kind, tmp_path))

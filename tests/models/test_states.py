@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from eyas.models.backends.cpu import CpuLayer
 from eyas.models.backends.packed_weights import has_fbgemm
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
@@ -64,9 +65,8 @@ def test_a_pass_has_no_states_of_another(before: str, monkeypatch: pytest.Monkey
         assert other.forward(long, other.new_kv_cache(100)).aux_hidden_states is not None
     else:
         decoder = target.model.get_decoder().forward.__self__
-        layer = decoder._layers[4].cpu_layer
         monkeypatch.setattr(decoder, "stack", None)
-        monkeypatch.setattr(type(layer), "finish", Mock(side_effect=[None, None, None, RuntimeError("no memory")]))
+        monkeypatch.setattr(CpuLayer, "finish", Mock(side_effect=[None, None, None, RuntimeError("no memory")]))
         with pytest.raises(RuntimeError, match="no memory"):
             target.forward(long, keeping)
     monkeypatch.undo()

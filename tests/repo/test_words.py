@@ -30,7 +30,8 @@ def lines_with(pattern: re.Pattern[str]) -> list[str]:
     for path in files():
         if (DATA in path.parents and path.suffix != ".md") or path.suffix == ".png":
             continue
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for number, line in enumerate(text.splitlines() if pattern.search(text) else (), 1):
             if pattern.search(line):
                 found.append(f"{name(path)}:{number}: {line.strip()}")
     return found

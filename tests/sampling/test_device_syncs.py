@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.scripts.host_work import keep_features
 from eyas.api.request import Chunk, Request
 from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule
@@ -26,6 +25,7 @@ from eyas.engine.engine import Engine
 from eyas.kernels.arguments import Draws
 from eyas.models.backends.attention_metadata import Tiling
 from eyas.models.backends.cuda import KernelBackend
+from eyas.models.heads.eagle import load_fuser
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
@@ -39,6 +39,7 @@ from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.device_syncs import Waits, unwatched, watched
 from tests.support.devices.launches import FREE
 from tests.support.strategies import accept, trees, walk
+from tests.support.tiers import tiered
 
 GREEDY = replace(PARAMS, temperature=0.0)
 # Calls of Python functions that each sequence may add to a step.
@@ -129,6 +130,13 @@ class PackedForKernels:
         return target.forward(target.pack(self._segments), kv_cache)
 
 
+def keep_features(engine: Engine, width: int) -> None:
+    """Fuse the states of each pass in the pass, as on a GPU."""
+    kv_cache = engine.runner.kv_cache
+    kv_cache.features = kv_cache.features.new_zeros(kv_cache.scratch + 1, width)
+    kv_cache.state_layers = ()
+
+
 @pytest.mark.parametrize("num_requests", [1, 9])
 def test_little_stands_between_results_and_the_next_pass(
     num_requests: int, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +147,7 @@ def test_little_stands_between_results_and_the_next_pass(
     drafter.propose = unwatched(drafter.propose)  # type: ignore[method-assign]
     engine, noted = make_engine(drafter, tiny_target, tiny_head, "match"), list[str]()
     engine.runner.backend = PackedForKernels(engine.target, noted)
-    keep_features(engine)
+    keep_features(engine, load_fuser(tiny_head, tiny_target).width)
 
     def noted_download(*tensors: torch.Tensor) -> list[npt.NDArray[np.float64]]:
         found = download(*tensors)
@@ -158,7 +166,7 @@ def test_little_stands_between_results_and_the_next_pass(
     assert {(*features, *packed)} <= between <= {(*features, *packed), packed}
 
 
-def calls_of_a_step(engine: Engine, num_requests: int) -> int:
+def calls_of_a_step(engine: Engine, drafter: Any, num_requests: int) -> int:
     """The most calls of Python functions of a step in which all decode, without drafter and pass."""
     counts, is_paused = [0], [False]
 
@@ -174,7 +182,6 @@ def calls_of_a_step(engine: Engine, num_requests: int) -> int:
 
         return run
 
-    drafter: Any = engine.draft_manager._drafter
     drafter.propose, engine.runner.backend.forward = (  # type: ignore[method-assign]
         unnoted(work) for work in (drafter.propose, engine.runner.backend.forward)
     )
@@ -200,16 +207,18 @@ def test_a_sequence_adds_few_calls_to_a_step(tiny_target: str, tiny_head: str) -
         drafter = ChainDrafter()
         engine = make_engine(drafter, tiny_target, tiny_head, "match")
         engine.runner.backend = PackedForKernels(engine.target, [])
-        calls.append(calls_of_a_step(engine, num_requests))
+        calls.append(calls_of_a_step(engine, drafter, num_requests))
     assert calls[1] - calls[0] <= 8 * MAX_CALLS, calls
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_a_round_of_drafts_waits_once_for_each_way_to_propose(method: str, tiny_target: str, tiny_head: str) -> None:
+@pytest.mark.parametrize("method", tiered(METHODS, ("eagle3", "dspark", "hydra", "sps")))
+def test_a_round_of_drafts_waits_once_for_each_way_to_propose(
+    method: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter, noted = make_drafter(method, tiny_target, tiny_head), list[list[str]]()
     if method == "sps":
-        drafter._model.forward = unwatched(drafter._model.forward)  # type: ignore[attr-defined]
+        monkeypatch.setattr(TargetModel, "forward", unwatched(TargetModel.forward))
     ways: list[int] = []
     propose = watched(drafter.propose, noted)
 

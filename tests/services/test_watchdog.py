@@ -117,6 +117,7 @@ def test_the_watcher_ends_with_a_killed_process() -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.nightly
 def test_every_service_ends_when_its_interpreter_is_held(tmp_path: Path) -> None:
     running = {}
     try:

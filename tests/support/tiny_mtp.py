@@ -118,13 +118,11 @@ def configs(family: MtpFamily, count: int = 1) -> tuple[Any, Any]:
     return config_of(family.kind, **{**own, **family.own, "num_hidden_layers": LAYERS}), made
 
 
-def write_mtp(
-    folder: Path, family: str, agrees: bool = False, swaps: bool = False, modules: bool = True, count: int = 1
-) -> str:
+def write_mtp(folder: Path, family: str, agrees: bool = False, modules: bool = True, count: int = 1) -> str:
     """A target with its module, or with several; all random except norms.
 
     agrees: the target's layers add nothing to the embedding, so that the next token depends on the last one alone, and the
-    module reads the embedding alone. swaps: it reads what stands in the place of the embedding in another order.
+    module reads the embedding alone.
     """
     of = FAMILIES[family]
     config, whole_config = configs(of, count)
@@ -144,8 +142,6 @@ def write_mtp(
         names += [projection, *norms, *own.values()]
         if agrees:
             tensors |= {projection: torch.eye(HIDDEN, 2 * HIDDEN)} | {name: one.clone() for name in norms}
-        if swaps:
-            tensors[projection] = tensors[projection].roll(HIDDEN, 1)
     if agrees:
         silent = ("o_proj", "down_proj", "out_proj", "attention.dense")
         tensors |= {name: torch.zeros_like(t) for name, t in tensors.items() if any(part in name for part in silent)}

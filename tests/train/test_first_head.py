@@ -13,6 +13,7 @@ from eyas.cli.train import conclude
 from eyas.train.data import covering_size, read_prepared
 from eyas.train.evaluate import Evaluation
 from eyas.train.methods import build_trainer
+from tests.support.tiers import nightly
 from tests.train.small_runs import settings
 
 
@@ -46,7 +47,7 @@ def test_a_small_vocabulary_stays_whole(folder: Path, tmp_path: Path) -> None:
     assert trainer.trainee.head.config.draft_vocab_size == 48  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("method", ["eagle3", "dspark"])
+@pytest.mark.parametrize("method", ["eagle3", nightly("dspark")])
 def test_a_head_that_learnt_nothing_is_served_with_a_warning(
     method: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -330,9 +330,10 @@ def inference_logits(drafter: EagleDrafter, tokens: tuple[int, ...], features: T
     state = drafter.sessions["a"].state  # type: ignore[index]
     assert state is not None
     roots = drafter._roots([context], state[None])
-    assert isinstance(drafter._head, EagleHead)
+    head = drafter._head
+    assert isinstance(head, EagleHead)
     with torch.no_grad():
-        found = parallel_logits(drafter._head, drafter._kv, roots, depths)[0]
+        found = parallel_logits(head, drafter._kv, roots, depths)[0]
     drafter.release(["a"])
     return found
 

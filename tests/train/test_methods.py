@@ -165,8 +165,7 @@ def test_trackers_get_the_figures_of_the_log(folder: Path, tmp_path: Path, monke
     (package / "trackio.py").write_text(TRACKIO)
     monkeypatch.syspath_prepend(str(package))
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
-    found_at_import = tracking._available_trackers
-    monkeypatch.setattr(tracking, "_available_trackers", [*found_at_import, LoggerType.TRACKIO])
+    monkeypatch.setattr(tracking, "_available_trackers", [*tracking.get_available_trackers(), LoggerType.TRACKIO])
     trainer = build_trainer(settings(folder, str(folder / "target"), "eagle3", out=str(tmp_path / "run")))
     trainer.run()
     trainer.accelerator.end_training()

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
@@ -178,14 +178,15 @@ def test_a_chats_turns_are_answered_one_after_another(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def other_precision() -> Iterator[None]:
-    """Accelerate keeps the precision of a process."""
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
+def forget_precision() -> Iterator[Callable[[], None]]:
+    """Forgets the precision that accelerate keeps for a process, now, when called and after the test."""
+    forget: Callable[[], None] = AcceleratorState._reset_state
+    forget()
+    yield forget
+    forget()
 
 
-@pytest.mark.usefixtures("other_precision")
+@pytest.mark.usefixtures("forget_precision")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_stored_features_train_as_the_target_does(precision: str, folder: Path, tmp_path: Path) -> None:
     """States of a bfloat16 target are stored exactly, those of a float32 target to 8 bits."""
@@ -218,19 +219,20 @@ def test_each_kind_of_head_learns_from_stored_features(method: str, folder: Path
     assert float(stored.step()["loss"]) == pytest.approx(float(online.step()["loss"]), rel=5e-3)
 
 
-@pytest.mark.usefixtures("other_precision")
 @pytest.mark.parametrize("method", ["dspark", "eagle3", "peagle"])
-def test_bfloat16_passes_have_the_float32_loss(method: str, folder: Path, tmp_path: Path) -> None:
+def test_bfloat16_passes_have_the_float32_loss(
+    method: str, folder: Path, tmp_path: Path, forget_precision: Callable[[], None]
+) -> None:
     found = {}
     for precision in ("fp32", "bf16"):
-        AcceleratorState._reset_state()
+        forget_precision()
         config = settings(folder, str(folder / "target"), method, out=str(tmp_path), optimizer__precision=precision)
         found[precision] = float(build_trainer(config).step()["loss"])
     assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
 
 
 @pytest.mark.nightly
-@pytest.mark.usefixtures("other_precision")
+@pytest.mark.usefixtures("forget_precision")
 def test_the_demos_script_trains_a_head(tmp_path: Path) -> None:
     """Its rehearsal for one head and a short text. Its commands run here, because each process imports torch."""
     recorder, text, work = tmp_path / "eyas", tmp_path / "text", tmp_path / "work"

@@ -13,7 +13,7 @@ from eyas.train.multi_head import DraftModelTrainer
 from eyas.train.start import Samples, low_rank, solve
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import SERVED
-from tests.support.tiers import tiered
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import write_spelling_tokenizer
 from tests.train.small_runs import loss, prepared, settings, tiny_target
 
@@ -30,7 +30,7 @@ def first_loss(folder: Path, out: Path, method: str, start: str, **changes: obje
     return float(trainer.step()["loss"])
 
 
-@pytest.mark.parametrize("method", ["eagle1", "eagle3", "eagle3.1", "medusa", "hydra", "dspark"])
+@pytest.mark.parametrize("method", ["eagle1", "eagle3", nightly("eagle3.1"), "medusa", nightly("hydra"), "dspark"])
 def test_a_least_squares_start_is_ahead_of_random_weights(method: str, folder: Path, tmp_path: Path) -> None:
     found = first_loss(folder, tmp_path / "a", method, "least_squares")
     assert found < 0.9 * first_loss(folder, tmp_path / "b", method, "random")
@@ -156,7 +156,7 @@ def test_layers_bring_their_kinds_or_are_refused(kind: str, tmp_path: Path) -> N
         build_trainer(config)
 
 
-@pytest.mark.parametrize("method", ["medusa", "hydra"])
+@pytest.mark.parametrize("method", ["medusa", nightly("hydra")])
 def test_a_single_head_starts_too(method: str, folder: Path, tmp_path: Path) -> None:
     found = first_loss(folder, tmp_path / "a", method, "least_squares", head__num_heads=1)
     assert found < 0.9 * first_loss(folder, tmp_path / "b", method, "random", head__num_heads=1)

@@ -21,6 +21,7 @@ from eyas.drafters.base import (
     Draft,
     DraftContext,
     DrafterNeeds,
+    DraftWork,
     LocalDrafter,
     Path,
     within,
@@ -86,6 +87,10 @@ class DraftAheadDrafter(LocalDrafter):
     @property
     def can_sample(self) -> bool:
         return self.drafter.can_sample
+
+    @property
+    def work(self) -> DraftWork:
+        return self.drafter.work
 
     def warm_up(self) -> None:
         self.drafter.warm_up()

@@ -53,16 +53,19 @@ def build_draft_budget(
     verify = measure_verify(runner, engine, tree, clock)
     context_token_s = measure_context(runner, engine, clock)
     local = drafter if isinstance(drafter, LocalDrafter) else None
-    # nothing is known of a drafter in another process
-    draft = measure_drafting(local, runner, engine, tree, clock) if local else DraftCosts(None, None, tree.top_k)
-    budget = AdaptiveDraftBudget(tree, verify, draft, local is None, context_token_s)
+
+    def budget(name: str, lookups_alone: bool = False) -> AdaptiveDraftBudget:
+        draft = DraftCosts(None, None, tree.top_k)  # nothing is known of a drafter in another process
+        if local:
+            draft = measure_drafting(local, runner, engine, tree, clock, lookups_alone)
+        return AdaptiveDraftBudget(tree, verify, draft, local is None, context_token_s, name)
+
+    both = budget("drafts")
     most, times = max(verify.sizes), (float(1000 * verify.at(size)) for size in (1, max(verify.sizes)))
     log.info("draft budget: verify passes of 1 and %d rows take %.2f and %.2f ms", most, *times)
-    if local is None or not local.has_lookups:
-        return budget
-    draft = measure_drafting(local, runner, engine, tree, clock, lookups_alone=True)
-    lookups = AdaptiveDraftBudget(tree, verify, draft, False, context_token_s, "drafts by lookups alone")
-    return PairDraftBudget(budget, lookups)
+    if local and not local.has_lookups:
+        return both
+    return PairDraftBudget(both, budget("drafts by lookups alone", lookups_alone=True), lambda: drafter.has_lookups)
 
 
 def cost_clock(drafter: Drafter | None, runner: ModelRunner, engine: EngineConfig, clock: Clock) -> Callable[[], float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget
@@ -18,14 +19,19 @@ class PairDraftBudget:
     Trees of both have to yield more than the lookups did when these drafted alone last, which they do in single steps too,
     after twice as many steps each time. The network lacks the tokens of sequences for which lookups drafted alone. It gets
     them in a first step with both, in which these have no trees.
+
+    Args:
+        has_lookups: says whether there are lookups next to a network. A drafter in another process may be another one later.
     """
 
     num_nodes = 1
     lookups_alone = False
     FIRST_TURN, MAX_TURN = 8, 512  # steps with trees of both before the lookups draft alone in one
 
-    def __init__(self, both: AdaptiveDraftBudget, lookups: AdaptiveDraftBudget) -> None:
-        self._both, self._lookups = both, lookups
+    def __init__(
+        self, both: AdaptiveDraftBudget, lookups: AdaptiveDraftBudget, has_lookups: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._both, self._lookups, self._has_lookups = both, lookups, has_lookups
         self._behind: set[str] = set()  # requests whose tokens the network lacks
         self._turn = self.FIRST_TURN
         self._num_since = 0  # steps with trees of both since the lookups drafted alone
@@ -41,11 +47,12 @@ class PairDraftBudget:
     def choose(
         self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
     ) -> dict[str, TreeBudget]:
-        self._both.bar = self._lookups.gain
-        is_turn = self._num_since >= self._turn
+        has_lookups = self._has_lookups()
+        self._both.bar = self._lookups.gain if has_lookups else 1.0
+        is_turn = has_lookups and self._num_since >= self._turn
         sizes = self._both.choose([] if is_turn else decoding, most, num_plain, step)
         # a step with prompts may leave trees of both out, and the network would then lack the tokens of all sequences
-        self.lookups_alone = is_turn or (self._both.num_nodes == 1 and not self._both.is_on)
+        self.lookups_alone = is_turn or (has_lookups and self._both.num_nodes == 1 and not self._both.is_on)
         if self.lookups_alone:
             sizes = self._lookups.choose(decoding, most, num_plain, step)
         self._num_since = 0 if self.lookups_alone else self._num_since + (self._both.num_nodes > 1)

@@ -31,6 +31,7 @@ from eyas.models.checkpoint import (
     LM_HEAD_NAMES,
     WIRING_KEY,
     CheckpointSource,
+    check_tensors,
     open_checkpoint,
 )
 from eyas.models.heads.block_config import (
@@ -44,10 +45,17 @@ from eyas.models.heads.block_config import (
 )
 from eyas.models.heads.block_layers import BlockLayer, CandidateSelector, ConfidenceHead, MarkovHead, empty_linear
 from eyas.models.heads.compiled import CompiledBackbone
-from eyas.models.heads.eagle import check_draft_vocabulary, head_rotary
+from eyas.models.heads.eagle import head_rotary
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.fusers import LinearFuser
-from eyas.models.heads.layers import quantise_head, rms_norm, write_files
+from eyas.models.heads.layers import (
+    check_draft_vocabulary,
+    draft_ids_of,
+    quantise_head,
+    rms_norm,
+    stored_vocabulary,
+    write_checkpoint,
+)
 
 # Attention of one layer: its number and projected rows to the attention output [R, heads, d].
 BlockAttention = Callable[[int, Projected], Tensor]
@@ -361,15 +369,11 @@ def load_block_head(
     config = read_block_config(checkpoint, target.text_config, wiring)
     tensors = checkpoint.tensors_of(canonical_name, block_tensor_shapes(config), config.optional_tensors)
     head = new_block_head(config, target, dtype)
-    ids = torch.arange(config.draft_vocab_size)
-    # d2t holds differences: draft id i is the target's id i + d2t[i].
-    if "d2t" in tensors:
-        check_draft_vocabulary(config.vocab_size, tensors, checkpoint.folder)
-        ids = ids + tensors.pop("d2t")
-    tensors.pop("t2d", None)
-    head.draft_ids = ids
+    check_draft_vocabulary(config.vocab_size, tensors, checkpoint.folder)
+    head.draft_ids = draft_ids_of(tensors, config.draft_vocab_size)
     missing = head.load_state_dict(
-        {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}, strict=False
+        {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items() if name not in ("d2t", "t2d")},
+        strict=False,
     )
     assert not missing.unexpected_keys
     return head.to(torch.device(device))
@@ -428,14 +432,13 @@ def write_block_head(
     """
     record = {WIRING_KEY: asdict(config.wiring)} if dialect == "author" else {}
     settings = block_config_json(config, dialect) | record
-    write_files(folder, settings, tensors, block_tensor_shapes(config), config.optional_tensors)
+    check_tensors(tensors, block_tensor_shapes(config), config.optional_tensors, folder)
+    write_checkpoint(folder, settings, tensors)
 
 
 def block_tensors(head: BlockHead) -> dict[str, Tensor]:
     """Return the tensors of a head's checkpoint, on the CPU. Left out is what the target has: embedding, lm_head."""
     c, tensors = head.config, {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
     if c.draft_vocab_size != c.vocab_size:
-        ids = head.draft_ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(c.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors |= stored_vocabulary(head.draft_ids, c.vocab_size)
     return {name: tensor for name, tensor in tensors.items() if name not in FROZEN or name not in c.optional_tensors}

@@ -23,7 +23,7 @@ from eyas.models.heads.eagle_config import (
     recorded_wiring,
     respelled,
 )
-from eyas.models.heads.layers import Shapes, backbone_json, check_target, layer_shapes
+from eyas.models.heads.layers import Shapes, backbone_json, check_problems, check_target, layer_shapes
 
 BlockKind = Literal["dflash", "dflash2", "dspark"]
 MarkovKind = Literal["vanilla", "gated", "rnn"]
@@ -235,9 +235,7 @@ def _check(c: BlockHeadConfig, head: Settings, target: Settings, folder: Path) -
             bool(c.selector_rank) and c.draft_vocab_size != c.vocab_size
         ),
     }
-    for problem, holds in problems.items():
-        if holds:
-            raise CheckpointError(f"{folder}: {problem}")
+    check_problems(str(folder), problems)
 
 
 def block_tensor_shapes(c: BlockHeadConfig) -> Shapes:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device, runs_compiled
-from eyas.errors import CheckpointError
 from eyas.kernels.arguments import LayerSlots, Projected
 from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain.layers import take_rows
@@ -29,6 +28,7 @@ from eyas.models.checkpoint import (
     LM_HEAD_NAMES,
     WIRING_KEY,
     CheckpointSource,
+    check_tensors,
     explained,
     open_checkpoint,
 )
@@ -48,14 +48,16 @@ from eyas.models.heads.layers import (
     BackboneSizes,
     DraftLayer,
     backbone_json,
+    check_draft_vocabulary,
     default_rotary_table,
+    draft_ids_of,
     frozen,
     linear,
     quantise_head,
     rms_norm,
     rotary_table,
     under_prefix,
-    write_files,
+    write_checkpoint,
 )
 from eyas.models.heads.slots import attend_slots, cache_and_attend, layer_slots
 from eyas.models.inputs import PackedInputs
@@ -91,11 +93,10 @@ class EagleHead(nn.Module):
         self.layers = nn.ModuleList(
             DraftLayer(config, under_prefix(tensors, layer_prefix(config, layer))) for layer in range(config.num_layers)
         )
-        ids = torch.arange(config.draft_vocab_size)
-        self.register_buffer("draft_ids", ids + tensors["d2t"] if "d2t" in tensors else ids)
+        self.register_buffer("draft_ids", draft_ids_of(tensors, config.draft_vocab_size))
         self.register_buffer("rotary", head_rotary(config, max_model_len).to(embedding.dtype))
         mask = tensors.get("mask_hidden")
-        self.register_buffer("mask_feature", None if mask is None else _fuser(config, tensors)(mask.view(1, -1))[0])
+        self.register_buffer("mask_feature", None if mask is None else make_fuser(config, tensors)(mask.view(1, -1))[0])
         self.draft_ids: Tensor
         self.rotary: Tensor
         self.mask_feature: Tensor | None
@@ -281,8 +282,7 @@ def load_head(
     config = read_head_config(checkpoint, target.text_config, kind, wiring)
     rename = partial(canonical_name, kind=kind)
     tensors = checkpoint.tensors_of(rename, tensor_shapes(config), config.optional_tensors)
-    if "d2t" in tensors:
-        check_draft_vocabulary(config.vocab_size, tensors, checkpoint.folder)
+    check_draft_vocabulary(config.vocab_size, tensors, checkpoint.folder)
     embedding, lm_head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
     shape = (config.vocab_size, config.target_hidden)
     embedding = target.vocabulary(EMBEDDING_NAMES, shape) if embedding is None else embedding
@@ -314,12 +314,11 @@ def load_fuser(
     checkpoint = open_checkpoint(checkpoint)
     config = read_head_config(checkpoint, open_checkpoint(target).text_config, kind)
     tensors = checkpoint.part_of(partial(canonical_name, kind=kind), fuser_shapes(config))
-    return _fuser(config, {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}).to(
-        torch.device(device)
-    )
+    own = {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
+    return make_fuser(config, own).to(torch.device(device))
 
 
-def _fuser(config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> LinearFuser:
+def make_fuser(config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> LinearFuser:
     """Return the part of an EAGLE-3 head that runs beside the target."""
     norms = [tensors[name] for name in fuser_shapes(config) if not name.startswith("fc.")]
     return LinearFuser(
@@ -331,23 +330,14 @@ def _fuser(config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> LinearFuse
     )
 
 
-def check_draft_vocabulary(vocab_size: int, tensors: Mapping[str, Tensor], source: Path) -> None:
-    """Raises CheckpointError unless d2t holds offsets to distinct target ids, and t2d marks these if it is there."""
-    ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) != len(ids):
-        raise CheckpointError(f"{source}: d2t does not map {len(ids)} draft ids to distinct target ids below {vocab_size}")
-    marked = tensors.get("t2d")
-    if marked is not None and (int(marked.sum()) != len(ids) or not bool(marked[ids].all())):
-        raise CheckpointError(f"{source}: t2d does not mark the tokens that d2t maps to")
-
-
 def write_head(folder: Path, config: EagleHeadConfig, tensors: Mapping[str, Tensor]) -> None:
     """Write config.json and model.safetensors. The wiring is recorded under Eyas' own key.
 
     Raises CheckpointError for tensors that `config` does not imply.
     """
     settings = config_json(config) | {WIRING_KEY: asdict(config.wiring)}
-    write_files(folder, settings, tensors, tensor_shapes(config), config.optional_tensors)
+    check_tensors(tensors, tensor_shapes(config), config.optional_tensors, folder)
+    write_checkpoint(folder, settings, tensors)
 
 
 def config_json(c: EagleHeadConfig) -> dict[str, Any]:

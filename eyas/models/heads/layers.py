@@ -7,7 +7,7 @@ that are collected, C target hidden, D draft vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from eyas.errors import CheckpointError
 from eyas.kernels.arguments import LayerSlots, Projected
 from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain import layers as plain
-from eyas.models.checkpoint import check_tensors
 from eyas.models.layers.norms import HeadLayout
 
 # Weights of 8 bits.
@@ -112,6 +111,13 @@ def check_target(source: Path, target: Mapping[str, Any], hidden: int, vocab_siz
             raise CheckpointError(f"{source} was made for a target of {what} {own}, but this target has {needed}")
 
 
+def check_problems(subject: str, problems: Mapping[str, bool]) -> None:
+    """Raises CheckpointError for the first of the problems that is there."""
+    for problem, is_there in problems.items():
+        if is_there:
+            raise CheckpointError(f"{subject}: {problem}")
+
+
 class DraftLayer(nn.Module):
     """A decoder layer without its attention and its input norm: project, attend elsewhere, finish.
 
@@ -176,11 +182,8 @@ def default_rotary_table(theta: float, width: int, length: int) -> Tensor:
     return torch.stack([both.cos(), both.sin()], dim=1)
 
 
-def write_files(
-    folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor], shapes: Shapes, optional: Collection[str]
-) -> None:
-    """Write config.json and model.safetensors. Raises CheckpointError for tensors that the shapes do not name."""
-    check_tensors(tensors, shapes, optional, folder)
+def write_checkpoint(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
@@ -235,6 +238,33 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 def under_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors whose names begin with the prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def stored_vocabulary(draft_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """Return how EAGLE and block heads store a draft vocabulary, the target's ids int64 [D]: d2t [D] holds the difference of
+    each from its draft id, t2d [V] whether a token is among them.
+    """
+    ids = draft_ids.cpu()
+    is_drafted = torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": is_drafted}
+
+
+def draft_ids_of(tensors: Mapping[str, Tensor], size: int) -> Tensor:
+    """Return the target's ids of a draft vocabulary by its d2t, int64 [D]; without one, draft ids are target ids."""
+    ids = torch.arange(size)
+    return ids + tensors["d2t"].long() if "d2t" in tensors else ids
+
+
+def check_draft_vocabulary(vocab_size: int, tensors: Mapping[str, Tensor], source: Path) -> None:
+    """Raises CheckpointError unless d2t, if it is there, holds offsets to distinct target ids, and t2d marks these."""
+    if "d2t" not in tensors:
+        return
+    ids = draft_ids_of(tensors, len(tensors["d2t"]))
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(set(ids.tolist())) != len(ids):
+        raise CheckpointError(f"{source}: d2t does not map {len(ids)} draft ids to distinct target ids below {vocab_size}")
+    marked = tensors.get("t2d")
+    if marked is not None and (int(marked.sum()) != len(ids) or not bool(marked[ids].all())):
+        raise CheckpointError(f"{source}: t2d does not mark the tokens that d2t maps to")
 
 
 def take_draft_ids(tensors: dict[str, Tensor], hidden: int, vocab_size: int, source: Path) -> Tensor:

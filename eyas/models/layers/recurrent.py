@@ -10,7 +10,7 @@ Legend: R packed rows, B segments, H heads, K and V widths of keys and values, C
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
@@ -20,11 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVCache
-from eyas.cache.state_pools import LayerStates, StateShape
+from eyas.cache.state_pools import LayerStates, StatePools, StateShape
 from eyas.kernels.arguments import RecurrentInputs
 from eyas.kernels.by_device import recurrent_kernels
-from eyas.models.inputs import PackedInputs
 from eyas.models.recurrent_rows import RecurrentRows
 
 CONVOLUTION = "causal_conv1d_fn"
@@ -40,78 +38,6 @@ HANDED_ON = ("packed", "kv_cache", "calls")
 KEEPS_STATE = "update_recurrent_state"
 
 
-class RecurrentFunctions:
-    """Functions of the mixer of a layer that take the place of transformers' in a pass of Eyas."""
-
-    def __init__(self, layer: int) -> None:
-        self.layer = layer
-
-    def convolve(
-        self,
-        hidden_states: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
-        activation: str | None = None,
-        *,
-        packed: PackedInputs,
-        kv_cache: KVCache,
-        **_: Any,
-    ) -> Tensor:
-        """Return the causal convolution [1, C, R] of packed rows along their paths; weight [C, W]."""
-        kernels = recurrent_kernels(packed.metadata is not None, has_channel_gates=False)
-        found = kernels.convolve(hidden_states[0].T, weight, bias, *_states(kv_cache, packed, self.layer))
-        return (found if activation is None else _activate(found, activation)).T[None]
-
-    def delta_rule(
-        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, *, packed: PackedInputs,
-        kv_cache: KVCache, **_: Any,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        """Return the outputs [1, R, H, V] of the gated delta rule; g holds gates of heads, or of channels of keys."""
-        inputs = RecurrentInputs(query[0], key[0], value[0], g[0], beta[0], is_delta=True)
-        return self._scan(inputs, packed, kv_cache).to(query.dtype)[None], None
-
-    def mamba_2(  # noqa: PLR0913  # the signature that transformers calls
-        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
-        dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")), *,
-        packed: PackedInputs, kv_cache: KVCache, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        """Return the outputs [1, R, H, V] of Mamba-2 (arXiv 2405.21060): keys B, queries C, updates dt x, gates dt A."""
-        del chunk_size
-        steps = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
-        steps = torch.clamp(F.softplus(steps) if dt_softplus else steps, *dt_limit).float()
-        x, gates = hidden_states[0], steps * A.float()
-        found = self._scan(RecurrentInputs(C[0], B[0], x, gates, steps, is_delta=False), packed, kv_cache)
-        return (found if D is None else found + x.float() * D[:, None])[None]
-
-    def mamba_1(  # noqa: PLR0913  # the signature that transformers calls
-        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, *, packed: PackedInputs,
-        kv_cache: KVCache, **_: Any,
-    ) -> Tensor:  # fmt: skip
-        """Return the outputs [1, C, R] of Mamba (arXiv 2312.00752): each channel is a head with a value of one number, whose
-        keys B decay by gates dt A of their own.
-        """
-        x = hidden_states[0].T
-        steps = dt[0].T if delta_bias is None else dt[0].T + delta_bias.to(dt.dtype)
-        steps = (F.softplus(steps) if delta_softplus else steps).float()
-        inputs = RecurrentInputs(C[0].T[:, None], B[0].T[:, None], x[..., None], steps[..., None] * A.float(), steps, False)
-        found = self._scan(inputs, packed, kv_cache)[..., 0]
-        found = found if D is None else found + x.float() * D
-        return (found if z is None else found * F.silu(z[0].T.float())).T[None]
-
-    def lightning(
-        self, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, packed: PackedInputs, kv_cache: KVCache, **_: Any
-    ) -> Tensor:
-        """Return the outputs [1, R, H, V] of lightning attention (arXiv 2401.04658), whose heads decay by constants."""
-        gates = -slopes.float().flatten().expand(query.shape[1:3])
-        inputs = RecurrentInputs(query[0], key[0], value[0], gates, torch.ones_like(gates), is_delta=False)
-        return self._scan(inputs, packed, kv_cache).to(query.dtype)[None]
-
-    def _scan(self, inputs: RecurrentInputs, packed: PackedInputs, kv_cache: KVCache) -> Tensor:
-        kernels = recurrent_kernels(packed.metadata is not None, inputs.gates.ndim > inputs.betas.ndim)
-        return kernels.scan(inputs, *_states(kv_cache, packed, self.layer))
-
-
 @dataclass(frozen=True)
 class StateCall:
     """Call of a recurrent function that a pass without weights records, with the part of a state that it shows."""
@@ -120,40 +46,85 @@ class StateCall:
     shape: StateShape
 
 
-class RecordedFunctions:
-    """The same functions in a pass of `eyas.models.supported`, which wants to know how they are called."""
+class RecurrentFunctions:
+    """Functions of the mixer of a layer that take the place of transformers' in a pass of Eyas.
+
+    given: `packed` and `kv_cache` of the pass; or `calls`, to which a pass of `eyas.models.supported`, which has no weights,
+    wants each call added.
+    """
 
     def __init__(self, layer: int) -> None:
-        self._layer = layer
+        self.layer = layer
 
-    def convolve(self, hidden_states: Tensor, weight: Tensor, *_: Any, calls: list[Any], **__: Any) -> Tensor:
-        """Record a convolution."""
-        calls.append(StateCall(self._layer, StateShape(0, 0, 0, 1, *weight.shape)))
-        return hidden_states
+    def convolve(
+        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **given: Any
+    ) -> Tensor:
+        """Return the causal convolution [1, C, R] of packed rows along their paths; weight [C, W]."""
+        if given.get("calls") is not None:
+            given["calls"].append(StateCall(self.layer, StateShape(0, 0, 0, 1, *weight.shape)))
+            return hidden_states
+        kernels = recurrent_kernels(given["packed"].metadata is not None, has_channel_gates=False)
+        found = kernels.convolve(hidden_states[0].T, weight, bias, *self._states(given))
+        return (found if activation is None else _activate(found, activation)).T[None]
 
     def delta_rule(
-        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, *_: Any, calls: list[Any], **__: Any
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **given: Any
     ) -> tuple[Tensor, None]:
-        """Record a gated delta rule."""
-        gates = g.shape[3] if g.ndim == key.ndim else 1
-        calls.append(StateCall(self._layer, StateShape(value.shape[2], key.shape[3], value.shape[3], gates, 0, 1)))
-        return value, None
+        """Return the outputs [1, R, H, V] of the gated delta rule; g holds gates of heads, or of channels of keys."""
+        inputs = RecurrentInputs(query[0], key[0], value[0], g[0], beta[0], is_delta=True)
+        return self._scan(inputs, given).to(query.dtype)[None], None
 
-    def mamba_2(self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, *_: Any, calls: list[Any], **__: Any) -> Tensor:
-        """Record a scan of Mamba-2."""
-        calls.append(StateCall(self._layer, StateShape(x.shape[2], B.shape[3], x.shape[3], 1, 0, 1)))
-        return x
+    def mamba_2(  # noqa: PLR0913  # the signature that transformers calls
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **given: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return the outputs [1, R, H, V] of Mamba-2 (arXiv 2405.21060): keys B, queries C, updates dt x, gates dt A."""
+        del chunk_size
+        steps = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
+        steps = torch.clamp(F.softplus(steps) if dt_softplus else steps, *dt_limit).float()
+        x, gates = hidden_states[0], steps * A.float()
+        found = self._scan(RecurrentInputs(C[0], B[0], x, gates, steps, is_delta=False), given)
+        return (found if D is None else found + x.float() * D[:, None])[None]
 
-    def mamba_1(self, x: Tensor, dt: Tensor, A: Tensor, *_: Any, calls: list[Any], **__: Any) -> Tensor:
-        """Record a scan of Mamba."""
-        calls.append(StateCall(self._layer, StateShape(A.shape[0], A.shape[1], 1, A.shape[1], 0, 1)))
-        return x
+    def mamba_1(  # noqa: PLR0913  # the signature that transformers calls
+        self, hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False, **given: Any,
+    ) -> Tensor:  # fmt: skip
+        """Return the outputs [1, C, R] of Mamba (arXiv 2312.00752): each channel is a head with a value of one number, whose
+        keys B decay by gates dt A of their own.
+        """
+        x = hidden_states[0].T
+        steps = dt[0].T if delta_bias is None else dt[0].T + delta_bias.to(dt.dtype)
+        steps = (F.softplus(steps) if delta_softplus else steps).float()
+        inputs = RecurrentInputs(C[0].T[:, None], B[0].T[:, None], x[..., None], steps[..., None] * A.float(), steps, False)
+        found = self._scan(inputs, given)[..., 0]
+        found = found if D is None else found + x.float() * D
+        return (found if z is None else found * F.silu(z[0].T.float())).T[None]
 
-    def lightning(self, query: Tensor, *_: Any, calls: list[Any], **__: Any) -> Tensor:
-        """Record lightning attention."""
-        heads, width = query.shape[2:]
-        calls.append(StateCall(self._layer, StateShape(heads, width, width, 1, 0, 1)))
-        return query
+    def lightning(self, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, **given: Any) -> Tensor:
+        """Return the outputs [1, R, H, V] of lightning attention (arXiv 2401.04658), whose heads decay by constants."""
+        gates = -slopes.float().flatten().expand(query.shape[1:3])
+        inputs = RecurrentInputs(query[0], key[0], value[0], gates, torch.ones_like(gates), is_delta=False)
+        return self._scan(inputs, given).to(query.dtype)[None]
+
+    def _scan(self, inputs: RecurrentInputs, given: Mapping[str, Any]) -> Tensor:
+        """Run a recurrence; float32 [R, H, V]."""
+        _, keys, values, gates, betas, _ = inputs
+        has_channel_gates = gates.ndim > betas.ndim
+        if given.get("calls") is not None:
+            gate_width = gates.shape[2] if has_channel_gates else 1
+            shape = StateShape(values.shape[1], keys.shape[2], values.shape[2], gate_width, 0, 1)
+            given["calls"].append(StateCall(self.layer, shape))
+            return values.float()
+        kernels = recurrent_kernels(given["packed"].metadata is not None, has_channel_gates)
+        return kernels.scan(inputs, *self._states(given))
+
+    def _states(self, given: Mapping[str, Any]) -> tuple[LayerStates, RecurrentRows]:
+        """Return the pools of the layer, and the rows of the pass."""
+        pools: StatePools | None = given["kv_cache"].recurrent
+        assert pools is not None, "a recurrent layer runs without pools of states"
+        return pools.layers[self.layer], given["packed"].recurrent(pools.scratch)
 
 
 def use_states(model: nn.Module) -> Any:
@@ -206,8 +177,7 @@ def _lightning(layer: int, module: Any, hidden_states: Tensor, **given: Any) -> 
     """Run MiniMaxLightningAttention over the states of a pass; hidden_states [1, R, C]."""
     mixed = module.act_fn(module.qkv_proj(hidden_states))
     query, key, value = mixed.view(*mixed.shape[:2], module.num_attention_heads, -1).split(module.head_dim, 3)
-    kind = RecurrentFunctions if "packed" in given else RecordedFunctions
-    attended = kind(layer).lightning(query, key, value, module.slope_rate, **given)
+    attended = RecurrentFunctions(layer).lightning(query, key, value, module.slope_rate, **given)
     return module.out_proj(torch.sigmoid(module.output_gate(hidden_states)) * module.norm(attended.flatten(2))), None
 
 
@@ -217,7 +187,7 @@ def _chosen(name: str, layer: int, own: Callable[..., Any], given: dict[str, Any
     given: takes the arguments of the pass from a convolution to a scan that is called without them.
     """
     method = {CONVOLUTION: "convolve", MAMBA_1: "mamba_1", MAMBA_2: "mamba_2"}.get(name, "delta_rule")
-    ours, recorded = (getattr(kind(layer), method) for kind in (RecurrentFunctions, RecordedFunctions))
+    ours = getattr(RecurrentFunctions(layer), method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if given is not None and name == CONVOLUTION:
@@ -226,8 +196,8 @@ def _chosen(name: str, layer: int, own: Callable[..., Any], given: dict[str, Any
         elif given:
             kwargs |= given
             given.clear()  # a KV cache is not kept
-        chosen = ours if "packed" in kwargs else recorded if kwargs.get("calls") is not None else own
-        return chosen(*args, **kwargs)
+        is_ours = "packed" in kwargs or kwargs.get("calls") is not None
+        return (ours if is_ours else own)(*args, **kwargs)
 
     return call
 
@@ -236,9 +206,3 @@ def _activate(x: Tensor, name: str) -> Tensor:
     from transformers.activations import ACT2FN
 
     return ACT2FN[name](x)  # type: ignore[no-any-return]
-
-
-def _states(kv_cache: KVCache, packed: PackedInputs, layer: int) -> tuple[LayerStates, RecurrentRows]:
-    """Return the pools of a layer, and the rows of the pass."""
-    assert kv_cache.recurrent is not None, "a recurrent layer runs without pools of states"
-    return kv_cache.recurrent.layers[layer], packed.recurrent(kv_cache.recurrent.scratch)

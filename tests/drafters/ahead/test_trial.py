@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.scripts.virtual_rates import Cell
-from benchmarks.scripts.virtual_split import Settings, VirtualSplit
 from eyas.arrays import Ints, Reals
 from eyas.cache.prefix_cache import SlotAllocator
-from eyas.config import DraftAheadConfig, DraftAheadMode, DraftingConfig, MethodsConfig
+from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig
 from eyas.drafters.ahead import eagle as eagle_ahead
 from eyas.drafters.ahead import grown_tree
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
@@ -42,7 +40,6 @@ from tests.drafters.ahead.test_draft_ahead import (
     session,
     work,
 )
-from tests.support.tiny import DEMO
 
 
 @pytest.mark.parametrize(
@@ -232,19 +229,6 @@ def test_a_pass_ahead_that_fails_keeps_no_slots(
     last_of(drafter, [first])
     work(drafter)
     ahead.pool.check_owners([tree.slots for tree in ahead.grown.values()])
-
-
-def test_drafting_ahead_gains_tokens_per_virtual_second() -> None:
-    """Real trees of the demo's head on the other end of a wire, with a level of `c` verify passes; no time is measured."""
-    head, c = "eagle3-full", 0.1
-    config = DraftAheadConfig(top_k=64)
-    settings = Settings(str(DEMO / "target"), (head,), (c,), (0.03,), (0.0,), (1,), 1, 32, config, 1, 0.0, ("ahead",))
-    prompt = json.loads((DEMO / "prompts.jsonl").read_text().splitlines()[0])["token_ids"]
-    split = VirtualSplit(settings, str(DEMO / head), [prompt])
-    recordings = split.record(0.0, 1)
-    serial, ahead = (split.cell(recordings, Cell(head, 0.0, 1, c, 0.03, mode), 0.0) for mode in ("serial", "ahead"))
-    assert ahead.speedup > 1.1 * serial.speedup
-    assert ahead.prepared > 0.4
 
 
 @pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])

@@ -11,14 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eyas.api.request import SamplingParams
-from eyas.config import (
-    CombinedConfig,
-    DraftingConfig,
-    LookaheadConfig,
-    PromptLookupConfig,
-    SuffixConfig,
-    TreeConfig,
-)
+from eyas.config import CombinedConfig, DraftingConfig, LookaheadConfig, PromptLookupConfig, SuffixConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, DraftWork, LocalDrafter
 from eyas.drafters.combined import CombinedDrafter, merge_trees
 from eyas.drafters.draft_head import DraftHead

@@ -15,6 +15,7 @@ from eyas.models.target import TargetModel
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.drafters.draft_model import naive_draft_model
+from tests.drafters.test_memory import pools_of
 from tests.drafters.trees.test_eagle_trees import assert_same
 from tests.support.devices.emulated_graphs import checked_capture
 from tests.support.families import FAMILIES, config_of, write_model
@@ -78,7 +79,7 @@ def test_a_tree_after_any_accepted_path_equals_the_naive_tree(small: str) -> Non
         )
 
 
-@pytest.mark.parametrize("family", ["gemma-2", "gpt-2", nightly("qwen-3-moe")])
+@pytest.mark.parametrize("family", ["gemma-2", nightly("gpt-2"), nightly("qwen-3-moe")])
 def test_models_with_windows_softcaps_or_own_positions_can_draft(family: str, tmp_path: Path) -> None:
     """This holds near the end of the context too, where positions of unused tree rows run out."""
     kind, settings = FAMILIES[family]
@@ -139,7 +140,7 @@ def test_numbers_of_a_session_that_are_none_reach_no_other(small: str) -> None:
     """Shorter prefixes are padded beside longer ones."""
     drafter = make(small)
     drafter.propose([commit("spoilt", tokens_of(1, 9), 0)])
-    for pool in (*drafter._kv.keys, *drafter._kv.values):
+    for pool in pools_of(drafter):
         pool[drafter.sessions["spoilt"].slots] = float("nan")
     contexts = [commit("short", tokens_of(2, 3), 0), commit("long", tokens_of(3, 30), 0)]
     drafts = drafter.propose([*contexts, commit("spoilt", [*tokens_of(1, 9), 5], 9)])

@@ -20,7 +20,7 @@ GREEDY = SamplingParams(16, 0.0, ignore_eos=True)
 SAMPLINGS = (GREEDY, replace(GREEDY, temperature=0.8), replace(GREEDY, temperature=1.1, top_k=12, top_p=0.85))
 TREE, CHAIN = TreeConfig(16, 4, 3), TreeConfig(4, 3, 1)
 DAILY = ("glm4_moe", "deepseek_v3", "mellum")
-EACH = tiered(FAMILIES, DAILY)
+EACH = tiered(FAMILIES, DAILY[1:])
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +84,4 @@ def test_a_module_that_agrees_makes_steps_long(family: str, tmp_path: Path) -> N
     asked = requests(2, num_tokens=24)
     chunks = run(engine_of(folder, CHAIN), asked)
     assert stats_of(chunks).acceptance_length > 3.5
-    assert_plain(folder, asked, chunks)
-
-
-def test_a_module_with_swapped_inputs_guesses_worse(tmp_path: Path) -> None:
-    """So that the lengths above would show a wrong order."""
-    folder = write_mtp(tmp_path / "swapped", "glm4_moe", agrees=True, swaps=True)
-    asked = requests(2, num_tokens=24)
-    chunks = run(engine_of(folder, CHAIN), asked)
-    assert stats_of(chunks).acceptance_length < 2.5
     assert_plain(folder, asked, chunks)

@@ -89,11 +89,6 @@ def test_a_small_budget_keeps_the_best_of_the_static_tree(nodes: int, depth: int
         assert_same(tree, expected, tokens[-1])
 
 
-def test_the_published_tree_has_its_sizes() -> None:
-    sizes = [sum(len(path) == depth for path in MC_SIM_7B_63) for depth in range(1, 6)]
-    assert sizes == [4, 8, 8, 3, 2]
-
-
 @pytest.mark.parametrize("paths", [(), ((0,), (0,)), ((0,), (1, 0)), ((0,), (-1,))])
 def test_paths_that_make_no_tree_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ConfigError, match="tree_choices"):

@@ -38,14 +38,6 @@ def each(sampling: SamplingParams) -> list[SamplingParams]:
     return [replace(sampling, seed=100 + i, max_tokens=12 - i) for i in range(8)]
 
 
-@SAMPLINGS
-def test_one_request_equals_the_plain_loop(demo_cluster: Cluster, sampling: SamplingParams) -> None:
-    for drafter in ("", NO_DRAFTER):
-        out = generate(demo_cluster["router"].address, prompts()[3], sampling, drafter)
-        assert out.token_ids == expected(prompts()[3], sampling)
-        assert (out.stats.num_drafted > 0) == (drafter == "")
-
-
 STRUCTURED = {
     "json": StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
     "regex": StructuredOutputs(regex="[a-z]{3,8}-[0-9]{2} ok"),

@@ -216,7 +216,7 @@ def test_states_are_fused_for_those_who_draft_alone(
     engine = assemble_engine(target, fuser, EngineConfig(max_kv_tokens=512, draft_budget="fixed"), TREE, drafter)
     engine.budget = budget
     fused: list[int] = []
-    engine.runner._fuser.register_forward_hook(lambda module, args, output: fused.append(len(output)))  # type: ignore[union-attr]
+    fuser.register_forward_hook(lambda module, args, output: fused.append(len(output)))
     for request in REQUESTS:
         engine.submit(request)
     for _ in range(5):

@@ -120,6 +120,19 @@ def test_a_head_that_pays_later_takes_over_from_lookups(batch: int) -> None:
     assert pair.seconds_per_token(budget, 100) < 1.06 * min(pair.expected_seconds_per_token(nodes) for nodes in range(2, 9))
 
 
+def test_a_drafter_that_is_no_pair_is_never_asked_for_lookups() -> None:
+    """It may be replaced by a pair, which then drafts by its lookups alone where these are better."""
+    pair = Pair(row=0.0, draft=1.5, right=0.9, right_alone=0.85)
+    is_pair = False
+    budget = PairDraftBudget(pair.budget(), pair.lookups.budget(), lambda: is_pair)
+    pair.seconds_per_token(budget, 300)
+    assert not pair.alone
+    assert not budget.lookups_alone
+    is_pair = True
+    pair.seconds_per_token(budget, 300)
+    assert budget.lookups_alone
+
+
 def test_prompts_go_to_both_while_trees_of_both_pay() -> None:
     pair = Pair(row=0.02, draft=0.2, right=0.8)
     budget = pair.pair()

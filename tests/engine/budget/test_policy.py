@@ -54,7 +54,7 @@ def test_catching_up_is_not_a_cost_of_every_draft() -> None:
     budget = simulation.budget(remote=True)
     assert usual(simulation.sizes(budget, 300)[-100:]) == 1
     simulation.draft, simulation.behind = 0.1, 0.01
-    assert usual(simulation.sizes(budget, 3000)[-100:]) > 4
+    assert usual(simulation.sizes(budget, 1500)[-100:]) > 4
 
 
 def test_a_silent_drafter_is_left_out_and_found_when_it_is_back() -> None:

@@ -20,7 +20,7 @@ def test_a_kernel_runs_where_no_folder_can_be_written_to() -> None:
     exec("def double(x):\n    return 2 * x", names)  # numba finds no folder for a function without a file
     double = kernel()(names["double"])
     assert double(3) == 6
-    assert double._cache.cache_path is None
+    assert double.stats.cache_path is None
 
 
 def attended_plainly(arrays: Sequence[Floats], keys: RowKeys, window: int, softcap: float) -> Floats:

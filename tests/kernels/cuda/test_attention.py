@@ -96,7 +96,7 @@ def check(
     assert not got[rows:].any(), "padding rows attend to nothing"
 
 
-@pytest.mark.parametrize("packing", [plainly, tightly, padded])
+@pytest.mark.parametrize("packing", [plainly, tightly, nightly(padded)])
 @settings(max_examples=6)
 @given(segments=passes(), heads=HEADS, window=WINDOWS, softcap=SOFTCAPS)
 def test_attention_equals_its_definition(
@@ -127,12 +127,12 @@ def test_a_sink_counts_once_however_keys_are_cut(processors: int, heads: Heads) 
 SIZES = [(True, 40, 150), (False, 1, 70), (False, 70, 5), (True, 1, 0)]
 
 
-@pytest.mark.parametrize(("packing", "window"), [(plainly, None), (plainly, 33), (tightly, None), (padded, 33)])
+@pytest.mark.parametrize(("packing", "window"), [(plainly, None), (plainly, 33), (tightly, None), nightly(padded, 33)])
 def test_long_segments_span_tiles_blocks_and_mask_words(packing: Packing, window: int | None) -> None:
     check(packing, make_pass(SIZES), Heads(4, 1, 16), window)
 
 
-@pytest.mark.parametrize("packing", [plainly, tightly, padded])
+@pytest.mark.parametrize("packing", [plainly, nightly(tightly), padded])
 def test_rows_of_a_tree_see_nodes_that_were_run_before(packing: Packing) -> None:
     """Beside them trees without such nodes, single rows behind some, and more nodes than a mask word has bits."""
     segments = make_pass([(True, 50, 70), (True, 9, 20), (False, 5, 3), (True, 80, 1), (True, 6, 200)])

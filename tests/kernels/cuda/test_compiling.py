@@ -18,7 +18,6 @@ pytest.importorskip("triton", reason="triton is not installed")
 from tests.kernels.cuda.tracing import KERNEL, NUM_LAYERS, trace
 from tests.support.devices.compiling import SHARED_KIB, compiled_kernels
 from tests.support.devices.launches import launched_kernels
-from tests.support.tiers import tiered
 
 # All variants take two minutes of compiling for each kind of GPU, on a slow processor that other tests use as well.
 pytestmark = pytest.mark.timeout(1200)
@@ -127,7 +126,8 @@ def test_all_variants_compile_fit_and_do_not_spill(sm: int, run_fresh: RunFresh)
     check_kernels(sm, run_fresh(sm))
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, ("llama",)))
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_pass_is_one_graph_without_breaks(family: str, run_fresh: RunFresh) -> None:
     """Nothing in it makes the host decide."""
     num_launched, num_products = FAMILIES[family]

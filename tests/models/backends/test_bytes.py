@@ -23,6 +23,7 @@ from eyas.models.layers.fused import unfuse_layers
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.tiers import nightly
 from tests.support.tiny import DEMO
 
 pytest.importorskip("numba", reason="numba is not installed")
@@ -175,7 +176,7 @@ def test_a_model_computes_with_its_rounded_weights(
 
 
 @ROUNDS_ROWS
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_e5m2"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", nightly("fp8_e5m2")])
 def test_drafts_do_not_change_the_tokens(kv_cache_dtype: str, rounds_rows: bool) -> None:
     engine = EngineConfig(
         max_kv_tokens=512, quantization="int8", draft_budget="fixed", kv_cache_dtype=cast(Any, kv_cache_dtype)

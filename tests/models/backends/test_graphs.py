@@ -31,6 +31,7 @@ from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.interpreter import run_again
 from tests.support.devices.random_passes import make_pass
 from tests.support.runs import assert_plain, run
+from tests.support.tiers import nightly
 from tests.support.tiny import write_target
 
 TILING = Tiling(heads_per_kv=2, num_kv=2, num_processors=2)
@@ -64,7 +65,7 @@ def kv_cache(target: TargetModel) -> KVCache:
     return filled_kv_cache(target)
 
 
-@pytest.fixture(scope="module", params=["memory", "whole prefixes"])
+@pytest.fixture(scope="module", params=["memory", nightly("whole prefixes")])
 def backend(request: pytest.FixtureRequest, target: TargetModel, kv_cache: KVCache) -> GraphBackend:
     """With and without a memory of prefixes, which has no room for the longest ones."""
     capture = CudaCapture(target.device) if DEVICE == "cuda" else run_again

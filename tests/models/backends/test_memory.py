@@ -26,7 +26,7 @@ from eyas.models.target import TargetModel
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.models.backends.test_launches import GEMMA_4_EXPERTS, SIZES, WIDE, weightless
-from tests.support.devices.launches import META, recorded
+from tests.support.devices.launches import META, recorded, storage_of
 from tests.support.weightless import llama
 
 LLAMA_8B = PassSizes(128256, 4096, 14336, 32, 8, 128, 2, num_aux=3, keeps_logits=True)
@@ -44,14 +44,14 @@ class PeakMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {storage_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._own(tensor, given)
         return out
 
     def _own(self, tensor: Tensor, given: set[int]) -> None:
-        storage, size = tensor.untyped_storage()._cdata, tensor.untyped_storage().nbytes()
+        storage, size = storage_of(tensor), tensor.untyped_storage().nbytes()
         if storage in given and not self._owners[storage]:
             return  # memory from outside
         if not self._owners[storage]:

@@ -71,7 +71,7 @@ WRONG: dict[str, dict[str, object]] = {
     "wrong",
     [
         "the residual flipped and layers shifted",
-        "the normed state read by the next step",
+        nightly("the normed state read by the next step"),
         nightly("layers one too late"),  # a verifier meets it below
         nightly("the output without its norm"),
     ],

@@ -155,7 +155,7 @@ def test_processes_take_turns_to_compile_kernels() -> None:
     fcntl = pytest.importorskip("fcntl")
     from eyas.kernels.cpu.compiling import LOCK
 
-    with open(Path(kernels.norm._cache.cache_path, LOCK), "w") as lock:
+    with open(Path(kernels.norm.stats.cache_path, LOCK), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         thread = threading.Thread(target=kernels.compile_kernels.__wrapped__)
         thread.start()

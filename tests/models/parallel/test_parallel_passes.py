@@ -45,6 +45,7 @@ from eyas.models.target import TargetModel, TargetOutput
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.random_passes import Heads, make_kv_cache, passes, scaling_of
 from tests.support.runs import assert_plain, run
+from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config, write_target
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -181,7 +182,7 @@ def be_a_short_rank(folder: str, info: RankInfo) -> None:
     run_worker(folder, "float32", 0, info)
 
 
-@pytest.mark.parametrize("short_rank", [0, 1])
+@pytest.mark.parametrize("short_rank", [nightly(0), 1])
 def test_without_memory_on_a_rank_only_what_fails_alone_ends(
     short_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,10 +22,7 @@ async def test_deployments_with_other_prefixes_share_a_redis(url: str) -> None:
         await registry.close()
 
 
-@pytest.mark.parametrize(
-    "url",
-    ["redis+sentinel://host:26379/main", "redis://host:port/0", "host:6379"],
-)
+@pytest.mark.parametrize("url", ["redis+sentinel://host:26379/main", "redis://host:port/0", "host:6379"])
 def test_a_bad_url_is_refused_with_an_example(url: str) -> None:
     with pytest.raises(ConfigError, match=r"registry\.url is .*; expected one such as redis://"):
         Registry(RegistryConfig(url))

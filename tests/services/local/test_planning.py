@@ -14,6 +14,7 @@ from eyas.errors import CheckpointError, ConfigError
 from eyas.services.local.cluster import running_cluster
 from eyas.services.local.serve import plan
 from eyas.text import tokenizer
+from tests.support.tiers import tiered
 from tests.support.tiny_mtp import write_mtp
 
 # What each option is given, and what a file of options gives the same keys.
@@ -102,8 +103,8 @@ def test_every_option_of_a_service_has_a_value_here() -> None:
     assert all(first != second for first, second in VALUES.values())
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("option", [option for option in OPTIONS if option != "model"])
+@pytest.mark.parametrize("form", tiered(FORMS, ("sections",)))
 def test_an_option_goes_before_whole_sections_of_a_file(option: str, form: str, tmp_path: Path) -> None:
     (file := tmp_path / "options.yaml").write_text(json.dumps(FORMS[form]))
     configs = planned("serve", ["model", "--config", str(file), *words(option)])

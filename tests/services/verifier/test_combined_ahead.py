@@ -1,5 +1,6 @@
-"""A combined drafter sends what follows its trees before the commits: looked up, and from a side that drafts ahead."""
+"""A combined drafter in a draft service: what it sends before the commits, and lookups that draft alone."""
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Literal
@@ -8,12 +9,18 @@ import pytest
 
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, TreeConfig
-from eyas.drafters.base import DraftContext, PreparedTrees
+from eyas.drafters.base import Draft, DraftContext, PreparedTrees
 from eyas.drafters.combined import CombinedDrafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget
+from eyas.errors import InvalidRequest
+from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, ModelInfo
+from eyas.services.draft.__main__ import describe
+from eyas.services.draft.streams import admit
+from eyas.services.verifier.draft_client import RemoteDrafter
+from tests.engine.budget.test_pair import Alternating
 from tests.services.verifier.test_prepared_trees import PatientVerifier, WatchedDrafter
 from tests.support.runs import assert_plain, run
 from tests.support.services.toy_drafting import eventually, serving
@@ -28,7 +35,7 @@ AHEAD = DraftAheadConfig(top_k=8, num_candidates=8, num_steps=4)
 @pytest.mark.parametrize(
     ("mode", "method", "budget"),
     [
-        ("never", "dspark", "fixed"), ("always", "eagle3", "adaptive"), ("never", "lookahead", "fixed"),
+        nightly("never", "dspark", "fixed"), ("always", "eagle3", "adaptive"), ("never", "lookahead", "fixed"),
         nightly("never", "eagle3", "adaptive"),
         nightly("always", "eagle3", "fixed"),
     ],
@@ -75,3 +82,51 @@ def test_combined_trees_sent_ahead_change_no_token(
         assert remote.num_lost == 0
     assert taken or method == "lookahead"
     assert_plain(tiny_target, requests, chunks)
+
+
+@pytest.mark.parametrize("ahead", ["never", nightly("always")])
+def test_lookups_that_draft_alone_elsewhere_change_no_token(
+    ahead: Literal["never", "always"], tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The network gets the tokens that it lacks, with their features, when it drafts again."""
+    propose = CombinedDrafter.propose
+    seen = list[DraftContext]()
+
+    def watched(drafter: CombinedDrafter, contexts: Sequence[DraftContext]) -> list[Draft]:
+        seen.extend(contexts)
+        return propose(drafter, contexts)
+
+    monkeypatch.setattr(CombinedDrafter, "propose", watched)
+    head = DraftHead(tiny_head, "eagle3+prompt_lookup")
+    drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode=ahead))
+    drafter = head.build_drafter(tiny_target, "float32", "cpu", TREE, drafting, has_idle_time=True)
+    info = describe("tiny", head, drafter, ModelInfo("tiny", "f", 48, 256))
+    assert info.has_lookups
+    samplings = [SamplingParams(24, t, seed=50, ignore_eos=True) for t in (0.0, 0.7)]
+    requests = [Request(f"{i}", tuple([9, 8, 7, 9 + i] * 6), own) for i, own in enumerate(samplings)]
+    config = DraftClientConfig(draft_timeout_s=30.0)
+    with serving(drafter, info) as address, closing(RemoteDrafter(address, drafter.needs, config)) as remote:
+        eventually(lambda: remote.connected)
+        assert remote.has_lookups
+        fuser = head.build_fuser(tiny_target, "float32", "cpu")
+        engine = build_engine(tiny_target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=1024), TREE, remote)
+        engine.budget = Alternating()
+        chunks = run(engine, requests)
+        assert remote.num_lost == 0
+    assert_plain(tiny_target, requests, chunks)
+    assert {context.lookups_alone for context in seen} == {True, False}
+    assert all((context.features is None) == context.lookups_alone for context in seen)
+
+
+def test_a_drafter_without_lookups_gets_no_commit_for_them(tiny_target: str, tiny_head: str) -> None:
+    head = DraftHead(tiny_head, "eagle3")
+    drafter = head.build_drafter(tiny_target, "float32", "cpu", TREE, DraftingConfig(2048))
+    info = describe("tiny", head, drafter, ModelInfo("tiny", "f", 48, 256))
+    commit = Commit("a", 0, 0, (1, 2), None, NoiseKey(0), TreeBudget(8, 7), lookups_alone=True)
+    with pytest.raises(InvalidRequest, match="eagle3 has no lookups next to a network"):
+        admit(commit, "1/a", info)
+    config = DraftClientConfig(draft_timeout_s=30.0)
+    with serving(drafter, info) as address, closing(RemoteDrafter(address, drafter.needs, config)) as remote:
+        eventually(lambda: remote.connected)
+        assert remote.request([commit])() == [None]
+        assert remote.connected

@@ -11,9 +11,10 @@ from eyas.drafters.base import DrafterNeeds
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
 from tests.engine.test_equality import TREE, case_of
-from tests.support.methods import KINDS_OF_DRAFTS
+from tests.support.methods import CLASSES_OF_DRAFTERS, KINDS_OF_DRAFTS
 from tests.support.runs import assert_plain, run, stats_of
 from tests.support.services.toy_drafting import eventually, serving
+from tests.support.tiers import tiered
 from tests.support.tiny import build_engine, fixed_config
 
 LINK = DraftClientConfig(draft_timeout_s=30.0, max_message_tokens=5)
@@ -22,7 +23,7 @@ SAMPLINGS = (SAMPLING, replace(SAMPLING, temperature=0.8), replace(SAMPLING, tem
 PROMPT = (9, 8, 7, 9, 8, 7, 9, 8)
 
 
-@pytest.mark.parametrize("name", KINDS_OF_DRAFTS)
+@pytest.mark.parametrize("name", tiered(KINDS_OF_DRAFTS, CLASSES_OF_DRAFTERS))
 def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: str, tiny_head: str) -> None:
     case = case_of(name, tiny_target, tiny_head)
     drafter, fuser = case.drafter(TREE), case.fuser()

@@ -24,6 +24,7 @@ from eyas.services.verifier.__main__ import rank_info
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests.support import reference
 from tests.support.services.forks import Popen
+from tests.support.tiers import nightly
 from tests.support.tiny import write_target
 
 PROMPT = (0, 28, 5, 27)
@@ -38,7 +39,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def verifier(target: str, port: int, **environment: str) -> Iterator[Popen[bytes]]:
+def verifier(target: str, port: int, **environment: str) -> Iterator[list[Popen[bytes]]]:
     """One process of a verifier of two ranks."""
     settings = {
         "served_model_name": "tiny", "model": target, "threads": 1, "engine.tensor_parallel_size": 2,
@@ -47,7 +48,7 @@ def verifier(target: str, port: int, **environment: str) -> Iterator[Popen[bytes
     command = [sys.executable, "-m", "eyas.services.verifier", *(f"--set={key}={value}" for key, value in settings.items())]
     process = Popen(command, env={**os.environ, **environment})
     try:
-        yield process
+        yield [process]
     finally:
         process.kill()
         process.wait()
@@ -58,7 +59,8 @@ def verifiers(target: str, *ports: int) -> Iterator[list[Popen[bytes]]]:
     """The two processes, which find one another as pods do."""
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port()}"}
     with ExitStack() as stack:
-        yield [stack.enter_context(verifier(target, port, RANK=f"{rank}", **group)) for rank, port in enumerate(ports)]
+        members = [verifier(target, port, RANK=f"{rank}", **group) for rank, port in enumerate(ports)]
+        yield [process for member in members for process in stack.enter_context(member)]
 
 
 def call_of(max_tokens: int) -> GenerateCall:
@@ -96,15 +98,19 @@ def followers_of(process: Popen[bytes]) -> list[int]:
     return [pid for server in servers for pid in children(server)]
 
 
-def test_a_killed_rank_ends_streams_and_the_process(target: str) -> None:
-    """Of a verifier that has started its ranks itself."""
-    port = free_port()
-    with verifier(target, port) as first, open_sync_channel(f"127.0.0.1:{port}") as channel:
+@pytest.mark.parametrize("starts_ranks", [False, nightly(True)])
+def test_a_killed_rank_ends_streams_and_the_process(starts_ranks: bool, target: str) -> None:
+    """Of a verifier that has started its other rank itself, or was found by it."""
+    ports = free_port(), free_port()
+    with ExitStack() as stack:
+        group = verifier(target, ports[0]) if starts_ranks else verifiers(target, *ports)
+        first, *others = stack.enter_context(group)
+        channel = stack.enter_context(open_sync_channel(f"127.0.0.1:{ports[0]}"))
         health = statuses(channel, first)
         assert next(health) == STATUS.SERVING
         chunks = stream(channel, 60000)
         next(chunks)
-        (follower,) = followers_of(first)
+        (follower,) = [other.pid for other in others] or followers_of(first)
         os.kill(follower, signal.SIGKILL)
         with pytest.raises(grpc.RpcError) as raised:
             list(chunks)

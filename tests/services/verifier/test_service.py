@@ -30,6 +30,7 @@ from eyas.services.verifier.__main__ import END_SECONDS, outputs_fingerprint, ru
 from eyas.v1 import generation_pb2, generation_pb2_grpc
 from tests.engine.test_async_engine import join_engines
 from tests.support.strategies import unchecked
+from tests.support.tiers import nightly
 
 SAMPLING = SamplingParams(12, temperature=0.8, seed=7, ignore_eos=True)
 CALL = GenerateCall(Request("r", (0, 282, 659, 276), SAMPLING))
@@ -183,7 +184,7 @@ async def test_a_drafter_unknown_to_discovery_is_refused_undialled() -> None:
                 listener.accept()
 
 
-@pytest.mark.parametrize("method", ["prompt_lookup", "suffix", "lookahead"])
+@pytest.mark.parametrize("method", ["prompt_lookup", nightly("suffix"), nightly("lookahead")])
 async def test_lookups_in_the_verifier_change_no_token(method: str) -> None:
     """No draft service is dialled; the first text repeats itself, so that there is something to look up."""
     prompt = (0, *(282, 659, 276, 40) * 8)

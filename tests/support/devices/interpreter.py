@@ -108,10 +108,10 @@ def _sharing_shapes(plain: Callable[..., None]) -> Callable[..., None]:
     """The constructor of Triton's tensors, which makes the objects that describe a shape once for each type."""
 
     def init(self: Any, handle: Any, kind: Any) -> None:
-        known = kind.__dict__.get("_of_tensors")
+        known = kind.__dict__.get("parts_of_tensors")
         if known is None:
             plain(self, handle, kind)
-            known = kind._of_tensors = {name: value for name, value in self.__dict__.items() if name != "handle"}
+            known = kind.parts_of_tensors = {name: value for name, value in self.__dict__.items() if name != "handle"}
         self.__dict__.update(known)
         self.handle = handle
 

@@ -162,9 +162,13 @@ class Launches(TorchDispatchMode):
             self.other_bytes += nbytes
 
 
+def storage_of(x: Tensor) -> int:
+    """The number of a tensor's storage, which its views have too."""
+    return x.untyped_storage()._cdata
+
+
 def _is_view(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
-    storages = {x.untyped_storage()._cdata for x in read}
-    return not name.endswith("_") and written[0].untyped_storage()._cdata in storages
+    return not name.endswith("_") and storage_of(written[0]) in map(storage_of, read)
 
 
 def _traffic(name: str, read: Sequence[Tensor], written: Sequence[Tensor]) -> int:
