@@ -36,8 +36,8 @@ DOT_BLOCKS = {16: 1, 12: 1, 10: 1, 8: 2, 7: 2, 6: 2, 5: 2, 4: 2, 3: 3, 2: 4, 1: 
 GROUP_BYTES = 2**18
 # How many inputs ahead a block is fetched, or a later block behind its end.
 INPUTS_AHEAD = 128
-# Inputs after which rows lie in the same sets of the cache, and how many floats apart they are then laid.
-ALIASED, PADDING = 512, 16
+# Rows whose numbers lie side by side for a tile.
+PACKED_ROWS = 16
 # Words of a group of a rounded row, and the size below which all of a group becomes 0: quotients by it are finite.
 ROW_WORDS, SMALLEST_SIZE = GROUP_INPUTS // QUAD_INPUTS + 2, np.finfo(np.float32).tiny * 128
 
@@ -72,33 +72,32 @@ def multiply_blocks(left, address, stored, out, first_block, end_block):
     num_rows, num_inputs = left.shape
     itemsize = 4 if stored == FLOATS else 2 if stored == HALVES else 1
     group = max(GROUP_BYTES // (itemsize * BLOCK_OUTPUTS * num_inputs), 8)
-    rows = left if stored == DOTS else _spread_rows(left)
-    integers = _rounded_rows(left if stored == DOTS else left[:0])
+    rows = _rounded_rows(left) if stored == DOTS else pack_rows(left)
     num_groups = _num_groups(num_inputs)
     for start in range(first_block, end_block, group):
         first, count = 0, min(group, end_block - start)
         while first < num_rows:
             if stored == HALVES:
-                first += _take_halves(rows, first, num_rows - first, num_inputs, address, start, count, out)
+                first += _take_halves(rows, first, num_inputs, address, start, count, out)
             elif stored == FLOATS:
-                first += _take_floats(rows, first, num_rows - first, num_inputs, address, start, count, out)
+                first += _take_floats(rows, first, num_inputs, address, start, count, out)
             elif stored == BYTES:
-                first += _take_bytes(rows, first, num_rows - first, num_inputs, address, start, count, out)
+                first += _take_bytes(rows, first, num_inputs, address, start, count, out)
             else:
-                first += _take_dots(integers, first, num_rows - first, num_groups, address, start, count, out)
+                first += _take_dots(rows, first, num_groups, address, start, count, out)
 
 
 @kernel(error_model="numpy")
-def _spread_rows(left):
-    """Return the rows, apart from each other in the sets of the cache."""
+def pack_rows(left):
+    """Return rows [R, K] flat, with the numbers of PACKED_ROWS rows side by side: [R / PACKED_ROWS, K, PACKED_ROWS], the
+    last part with the rows that are left. Tiles read them so from one address, and no two rows from the same cache sets.
+    """
     num_rows, num_inputs = left.shape
-    rows = left
-    if num_inputs % ALIASED == 0 and num_rows > 4:
-        rows = np.empty((num_rows, num_inputs + PADDING), np.float32)
-        for r in range(num_rows):
-            for k in range(num_inputs):
-                rows[r, k] = left[r, k]
-    return rows
+    packed = np.empty(num_rows * num_inputs, np.float32)
+    for first in range(0, num_rows, PACKED_ROWS):
+        end = min(first + PACKED_ROWS, num_rows)
+        packed[first * num_inputs : end * num_inputs].reshape(num_inputs, end - first)[:] = left[first:end].T
+    return packed
 
 
 @kernel(error_model="numpy")
@@ -109,37 +108,39 @@ def _num_groups(num_inputs):
 
 @kernel(error_model="numpy")
 def _rounded_rows(left):
-    """Return rows [R, K] as integers of 8 bits, the largest of a group as 127: int32 [R, G * ROW_WORDS].
+    """Return rows [R, K] as integers of 8 bits, the largest of a group as 127: words of 4 bytes as `pack_rows` lays out G
+    * ROW_WORDS numbers.
 
     A group has its integers, QUAD_INPUTS in a word; what to add to a sum of their products as weights are stored with 128
     added; and the float32 scale. A group with a number that is none has no finite scale.
     """
     num_rows, num_inputs = left.shape
     num_groups = _num_groups(num_inputs)
-    words = np.empty((num_rows, num_groups * ROW_WORDS), np.int32)
-    integers, scales = words.view(np.int8), words.view(np.float32)
+    packed = np.empty(num_rows * num_groups * ROW_WORDS, np.float32)
+    words, integers = packed.view(np.int32), packed.view(np.int8)
     row = np.zeros(num_groups * GROUP_INPUTS, np.float32)
     bits = row.view(np.int32)
     for r in range(num_rows):
         row[:num_inputs] = left[r]
+        part = r // PACKED_ROWS * PACKED_ROWS
+        width = min(num_rows - part, PACKED_ROWS)
+        word = (part * num_groups + r - part) * ROW_WORDS
         for group in range(num_groups):
-            start, word = group * GROUP_INPUTS, group * ROW_WORDS
-            offset = word + GROUP_INPUTS // QUAD_INPUTS
-            scale = offset + 1
+            start = group * GROUP_INPUTS
             largest = np.int32(0)  # sizes of floats are in the order of their bits
             for i in range(start, start + GROUP_INPUTS):
-                largest = max(largest, bits[i] & np.int32(0x7FFFFFFF))
-            words[r, scale] = largest
-            size = scales[r, scale]
+                largest = np.int32(max(largest, np.int32(bits[i] & np.int32(0x7FFFFFFF))))
+            size = np.int32(largest).view(np.float32)
             by = np.float32(127) / size if size > SMALLEST_SIZE else np.float32(0)
             total = np.int32(0)
             for i in range(GROUP_INPUTS):
                 integer = np.int32(np.rint(row[start + i] * by))
-                integers[r, QUAD_INPUTS * word + i] = integer
-                total += integer
-            words[r, offset] = -128 * total
-            scales[r, scale] = size / np.float32(127)
-    return words
+                integers[QUAD_INPUTS * word + i] = integer
+                total = np.int32(total + integer)
+            words[word + ROW_WORDS - 2] = -128 * total
+            packed[word + ROW_WORDS - 1] = size / np.float32(127)
+            word += width * ROW_WORDS
+    return packed
 
 
 def _has(feature: str) -> bool:
@@ -148,13 +149,15 @@ def _has(feature: str) -> bool:
 
 
 class _Tile:
-    """Emitter of the code of tiles: rows with `width` floats between them, a right side, and outputs with `size` between
-    them.
+    """Emitter of the code of tiles: rows as `pack_rows` lays them out, `width` of them side by side, a right side, and
+    outputs with `size` between them.
 
     right: address of the right side in blocks of LOADED, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
     """
 
     LOADED: Any = _HALVES
+    # Numbers of a row in a step.
+    NUMBERS = 1
     # Rows from which on a tile fetches ahead, see `prefetch`.
     FETCHING_ROWS = 2
     # Inputs of a loop's step that are fetched ahead, and cache lines of one.
@@ -168,18 +171,25 @@ class _Tile:
         self.fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{BLOCK_OUTPUTS}f32")
 
     @classmethod
-    def take(cls, typing, rows, first, num_left, num_inputs, right, start, count, out):
+    def take(cls, typing, rows, first, num_inputs, right, start, count, out):
         """Return an intrinsic that multiplies rows from `first` on by `count` blocks from `start` on. It returns how many
         rows it takes: a tile's.
         """
-        signature = types.int64(rows, first, num_left, num_inputs, right, start, count, out)
+        signature = types.int64(rows, first, num_inputs, right, start, count, out)
 
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            rows, first, num_left, num_inputs, right, start, count, out = arguments
-            left, found = (context.make_array(signature.args[i])(context, builder, a) for i, a in ((0, rows), (7, out)))
-            width, size = (cgutils.unpack_tuple(builder, each.shape, 2)[1] for each in (left, found))
+            rows, first, num_inputs, right, start, count, out = arguments
+            left, found = (context.make_array(signature.args[i])(context, builder, a) for i, a in ((0, rows), (6, out)))
+            num_rows, size = cgutils.unpack_tuple(builder, found.shape, 2)
+            # of the part of packed rows that holds the first one
+            part = builder.and_(first, _INT(-PACKED_ROWS))
+            row = builder.sub(first, part)
+            width = builder.sub(num_rows, part)
+            width = builder.select(builder.icmp_signed("<", width, _INT(PACKED_ROWS)), width, _INT(PACKED_ROWS))
+            num_left = builder.sub(width, row)
+            place = builder.mul(_INT(cls.NUMBERS), builder.add(builder.mul(part, num_inputs), row))
             tile = cls(
-                builder, builder.gep(left.data, [builder.mul(first, width)]), width, right, num_inputs,
+                builder, builder.gep(left.data, [place]), width, right, num_inputs,
                 builder.gep(found.data, [builder.mul(first, size)]), size,
             )  # fmt: skip
             taken, done = cgutils.alloca_once(builder, _INT), builder.append_basic_block("done")
@@ -208,15 +218,14 @@ class _Tile:
     def emit(self, num_rows: int, num_blocks: int, block: Any) -> None:
         """Emit the products of rows with blocks from `block` on."""
         b, at = self.builder, self._at
-        rows = [at(self.rows, b.mul(self.width, _INT(r))) for r in range(num_rows)]
         blocks = self.blocks([b.add(block, _INT(n)) for n in range(num_blocks)])
         entry, loop, end = b.block, b.append_basic_block("k"), b.append_basic_block("stored")
         b.branch(loop)
         b.position_at_end(loop)
-        k, sums = b.phi(_INT), [[b.phi(_FLOATS) for _ in blocks] for _ in rows]
+        k, sums = b.phi(_INT), [[b.phi(_FLOATS) for _ in blocks] for _ in range(num_rows)]
         if num_rows >= self.FETCHING_ROWS:
             self.prefetch(blocks, k)
-        added = self.added(rows, blocks, k, sums)
+        added = self.added(blocks, k, sums)
         following = b.add(k, _INT(1))
         for phi, first, later in [(k, _INT(0), following)] + [
             (total, ir.Constant(_FLOATS, [0.0] * BLOCK_OUTPUTS), new)
@@ -232,10 +241,16 @@ class _Tile:
                 place = b.add(b.mul(self.size, _INT(r)), b.mul(b.add(block, _INT(n)), _INT(BLOCK_OUTPUTS)))
                 b.store(total, b.bitcast(at(self.out, place), _FLOATS.as_pointer())).align = 4
 
-    def added(self, rows: list[Any], blocks: list[Any], k: Any, sums: list[list[Any]]) -> list[list[Any]]:
+    def number(self, k: Any, row: int, index: int = 0) -> Any:
+        """Return one of a row's numbers of step k, in all places of a vector."""
+        b = self.builder
+        step = b.mul(self.width, b.mul(k, _INT(self.NUMBERS)))
+        return self._spread(b.load(self._at(self.rows, b.add(step, _INT(row * self.NUMBERS + index)))))
+
+    def added(self, blocks: list[Any], k: Any, sums: list[list[Any]]) -> list[list[Any]]:
         """Return sums by row and block, with the products of input k added."""
         vectors = self.vectors(blocks, k)
-        numbers = (self._spread(self.builder.load(self._at(row, k))) for row in rows)
+        numbers = (self.number(k, row) for row in range(len(sums)))
         return [
             [self.builder.call(self.fma, [number, vector, total]) for vector, total in zip(vectors, totals, strict=True)]
             for number, totals in zip(numbers, sums, strict=True)
@@ -336,6 +351,7 @@ class _DotTile(_Tile):
     """
 
     LOADED = _WORDS
+    NUMBERS = ROW_WORDS
     FETCHING_ROWS = 1
     BLOCKS_OF_512_BITS = DOT_BLOCKS
     STEPS_AHEAD, STEP_LINES = INPUTS_AHEAD // GROUP_INPUTS, (GROUP_INPUTS + SCALE_INPUTS) // QUAD_INPUTS
@@ -343,21 +359,21 @@ class _DotTile(_Tile):
     def row(self, k: Any) -> Any:
         return self.builder.mul(k, _INT(self.STEP_LINES))
 
-    def added(self, rows: list[Any], blocks: list[Any], k: Any, sums: list[list[Any]]) -> list[list[Any]]:
+    def added(self, blocks: list[Any], k: Any, sums: list[list[Any]]) -> list[list[Any]]:
         b = self.builder
         firsts = [self._at(block, self.row(k)) for block in blocks]
         lines = [[self._loaded(self._at(first, _INT(i))) for i in range(self.STEP_LINES)] for first in firsts]
         found: list[list[Any]] = []
-        for row, totals in zip(rows, sums, strict=True):
-            group = self._at(row, b.mul(k, _INT(ROW_WORDS)))
-            *quads, offset, scale = (self._spread(b.load(self._at(group, _INT(i)))) for i in range(ROW_WORDS))
+        for row, totals in enumerate(sums):
+            *words, scale = (self.number(k, row, i) for i in range(ROW_WORDS))
+            *quads, offset = (b.bitcast(word, _WORDS) for word in words)
             found.append([])
             for (*weights, scales), total in zip(lines, totals, strict=True):
                 products = offset
                 for numbers, quad in zip(weights, quads, strict=True):
                     products = self._dot(products, numbers, quad)
                 scaled = b.fmul(b.sitofp(products, _FLOATS), b.bitcast(scales, _FLOATS))
-                found[-1].append(b.call(self.fma, [scaled, b.bitcast(scale, _FLOATS), total]))
+                found[-1].append(b.call(self.fma, [scaled, scale, total]))
         return found
 
     def _dot(self, total: Any, weights: Any, numbers: Any) -> Any:
@@ -409,12 +425,10 @@ def multiply_keys(queries, keys, scores, first_block, end_block):
 
     keys: address of the keys as `transpose_keys` writes them, block 0 first. In the order of D.
     """
+    packed = pack_rows(queries)
     first = 0
     while first < len(queries):
-        left = len(queries) - first
-        first += _take_keys(
-            queries, first, left, queries.shape[1], keys, first_block, end_block - first_block, scores
-        )  # fmt: skip
+        first += _take_keys(packed, first, queries.shape[1], keys, first_block, end_block - first_block, scores)
 
 
 @kernel(error_model="numpy")
@@ -422,10 +436,10 @@ def sum_values(weights, num_keys, places, out):
     """Write the sums of values, by weights [Q, N], to out [Q, D]. places: addresses of the values; the
     first num_keys count.
     """
+    packed = pack_rows(weights[:, :num_keys])
     first = 0
     while first < len(weights):
-        left, blocks = len(weights) - first, out.shape[1] // BLOCK_OUTPUTS
-        first += _take_places(weights, first, left, num_keys, places.ctypes.data, 0, blocks, out)
+        first += _take_places(packed, first, num_keys, places.ctypes.data, 0, out.shape[1] // BLOCK_OUTPUTS, out)
 
 
 @intrinsic

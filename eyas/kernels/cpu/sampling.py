@@ -174,12 +174,26 @@ def rank_rows(scores, values, ids):
         best_of(scores[n], maxima, values[n], ids[n])
 
 
+@kernel(error_model="numpy")
+def _highest_by_block(row, maxima):
+    """Write the highest of each BLOCK of row [V], which may hold infinities but no NaN, to maxima."""
+    bits = row.view(np.int32)
+    for b in range(len(maxima)):
+        block = bits[b * BLOCK : (b + 1) * BLOCK]
+        highest = np.int32(-(2**31))
+        for i in range(len(block)):
+            highest = np.int32(max(highest, _ordered(block[i])))
+        maxima[b] = _ordered(highest).view(np.float32)
+
+
 @kernel(error_model="numpy", fastmath={"contract"})
 def _lower_bounds(row, key, by, top, inverses, bounds):
-    """Write, for each token of row [V], the inverse of its weight, and a lower bound of its noise over its weight."""
+    """Write, for each token of row [V], the inverse of its weight, and a lower bound of its noise over its weight, with a
+    minus sign, so that `_highest_by_block` finds the least.
+    """
     # -log1p(-u) >= u for u in (0, 1): u over the weight is a lower bound of the score without a logarithm.
     for i in range(len(row)):
-        bounds[i] = np.float32(uniform(key, i))  # the noise is at least that
+        bounds[i] = -np.float32(uniform(key, i))  # the noise is at least that
     for i in range(len(row)):
         below = (top - row[i]) * by
         inverses[i] = exp(below if below < HIGHEST else HIGHEST)
@@ -188,21 +202,24 @@ def _lower_bounds(row, key, by, top, inverses, bounds):
 
 
 @kernel(error_model="numpy")
-def _race(row, key, by, top, inverses, bounds):
-    """Return the token of row [V] with the least noise over its weight, exp((logit - top) * by). Scratch: [V] each.
+def _race(row, key, by, top, maxima, inverses, bounds):
+    """Return the token of row [V] with the least noise over its weight, exp((logit - top) * by). Scratch: maxima by block,
+    the others [V] each.
 
     Noise is computed for those tokens alone that its lower bound does not rule out.
     """
     _lower_bounds(row, key, by, top, inverses, bounds)
+    _highest_by_block(bounds, maxima)
     # The score of the token with the least bound bounds the winner's from above. Few other bounds are below it.
-    likely = bounds.argmin()
+    first = maxima.argmax() * BLOCK
+    likely = first + bounds[first : first + BLOCK].argmax()
     limit = np.float32(-math.log1p(-uniform(key, likely))) * inverses[likely] * SLACK
     winner, least = np.int64(likely), np.float32(np.inf)
-    for start in range(0, len(row), BLOCK):
-        if -highest_of(-bounds[start : start + BLOCK]) > limit:
+    for block in range(len(maxima)):
+        if -maxima[block] > limit:
             continue
-        for i in range(start, min(start + BLOCK, len(row))):
-            if bounds[i] <= limit:
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, len(row))):
+            if -bounds[i] <= limit:
                 # The exponential race: a token wins with probability weight / sum of weights.
                 score = np.float32(-math.log1p(-uniform(key, i))) * inverses[i]
                 if score < least:
@@ -221,28 +238,30 @@ def draw_plain_rows(logits, seeds, positions, temperatures, tokens):
         temperatures: float32, above 0 at least MIN_TEMPERATURE.
     """
     num_rows, size = logits.shape
+    maxima = np.empty((size + BLOCK - 1) // BLOCK, np.float32)
+    # Two arrays, as LLVM makes no vectors of a loop that writes half of one.
     inverses, bounds = np.empty(size, np.float32), np.empty(size, np.float32)
     for n in range(num_rows):
         row, num_unusable = logits[n], np.int32(0)
         for i in range(size):
             # NaN is the only number that differs from itself. Counting it without a branch lets LLVM use vectors.
             num_unusable += np.int32(row[i] != row[i])
-        top = highest_of(row)
+        _highest_by_block(row, maxima)
+        top = highest_of(maxima)
         is_drawn = temperatures[n] > 0
         if num_unusable or (is_drawn and np.isinf(top)):
             tokens[n] = size
         elif is_drawn:
             key = row_key(seeds[n], positions[n])
-            tokens[n] = _race(row, key, np.float32(1.0) / temperatures[n], top, inverses, bounds)
+            tokens[n] = _race(row, key, np.float32(1.0) / temperatures[n], top, maxima, inverses, bounds)
         else:
-            tokens[n] = 0
-            for start in range(0, size, BLOCK):
-                if highest_of(row[start : start + BLOCK]) == top:
-                    place = start
-                    while row[place] != top:
-                        place += 1
-                    tokens[n] = place
-                    break
+            block = 0
+            while maxima[block] != top:
+                block += 1
+            place = block * BLOCK
+            while row[place] != top:
+                place += 1
+            tokens[n] = place
 
 
 @kernel(inline="always")
