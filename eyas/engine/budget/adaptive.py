@@ -69,7 +69,7 @@ class AdaptiveDraftBudget:
     TRY_SHARE, FIRST_PAUSE = 0.01, 200  # the latter: steps that may follow a first try with a drafter in this process
     MAX_TREES, TRY_DRAFT, TRY_ROWS = 8, 0.5, 0.25  # of a try: its trees, and plain steps of its draft and rows
     MAX_FAILED, NUM_COLD = 9, 2  # tries that double the pause; those in which a drafter elsewhere may load and connect
-    CREDIT = 64.0  # plain steps that trees may lose at most of those that they have gained
+    CREDIT = 32.0  # plain steps that trees may lose at most of those that they have gained
     EXPLORE_STEPS, UNKNOWN_STEPS = 32, 4  # from some of the largest trees to the next; while none was as large as it may be
     MAX_LATE = 0.25  # share of sequences that the drafter catches up with, in steps whose wait is learned from
     NUM_FIRST, PLAIN_STEPS = 6, 4  # steps to learn from: the first ones, and every fourth without trees
@@ -111,6 +111,12 @@ class AdaptiveDraftBudget:
     def gain(self) -> float:
         """Return the tokens per second over those of plain decoding, as expected; 1 while there are no trees."""
         return max(self._choice.gain, 1.0) if self.is_on else 1.0
+
+    def compare_with(self, bar: float) -> None:
+        """Set `bar`. What trees have gained over plain decoding pays for no losses against other trees."""
+        if bar > 1.0 == self.bar:
+            self._credit = 0.0
+        self.bar = bar
 
     def choose(
         self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
@@ -257,7 +263,7 @@ class AdaptiveDraftBudget:
     def _account(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, wait_s: float) -> None:
         """Add what a step's trees have gained, in plain steps, and stop drafting, or pause after a try, by the sum.
 
-        A token is worth what it takes in a plain step, and rows cost what they add to a pass without prompts.
+        A token is worth what it takes without these trees, and rows cost what they add to a pass without prompts.
         """
         pairs = zip(batch, np.diff(outputs.ends, prepend=0).tolist(), strict=True)
         done = [(len(scheduled.slots), length) for scheduled, length in pairs if scheduled.tree is not None and length]
@@ -266,7 +272,7 @@ class AdaptiveDraftBudget:
         count, plain_s = len(done), self._step_s(len(done))
         rows_s = self._verify.seconds(sum([rows for rows, _ in done])) - self._verify.seconds(count)
         seconds = plain_s + wait_s + rows_s + self._host.more_s
-        gain = sum([tokens for _, tokens in done]) / count - self.bar * seconds / plain_s
+        gain = sum([tokens for _, tokens in done]) / count / self.bar - seconds / plain_s
         gain = max(gain, -1.0) if self._num_cold else gain
         self._balance += gain
         self._credit = min(self._credit + gain, self.CREDIT)

@@ -48,7 +48,7 @@ class PairDraftBudget:
         self, decoding: Seq[str], most: int, num_plain: int = 0, step: NextStep = DECODE_ONLY
     ) -> dict[str, TreeBudget]:
         has_lookups = self._has_lookups()
-        self._both.bar = self._lookups.gain if has_lookups else 1.0
+        self._both.compare_with(self._lookups.gain if has_lookups else 1.0)
         is_turn = has_lookups and self._num_since >= self._turn
         sizes = self._both.choose([] if is_turn else decoding, most, num_plain, step)
         # a step with prompts may leave trees of both out, and the network would then lack the tokens of all sequences
