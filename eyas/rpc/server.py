@@ -262,8 +262,10 @@ def _guard(method: Method, read: Callable[[Any], Any], check: CertificateCheck) 
             answer = method(read(request), context)
             if not isinstance(answer, AsyncIterator):
                 return await answer
-            async for response in answer:  # a generator; a coroutine that writes is cancelled at once, with its call
-                await context.write(response)
+            # a call that ends while a write waits leaves the generator open, in a cycle
+            async with aclosing(cast("AsyncGenerator[Any]", answer)) as responses:
+                async for response in responses:
+                    await context.write(response)
         except Exception as error:
             await _abort(error, context)
 

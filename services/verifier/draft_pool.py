@@ -74,8 +74,8 @@ class DraftPool:
     @property
     def has_lookups(self) -> bool:
         """See Drafter; true while all connected drafters have some."""
-        drafters = list(self._drafters.values())
-        return bool(drafters) and all(drafter.has_lookups for drafter in drafters)
+        connected = [drafter for drafter in list(self._drafters.values()) if drafter.connected]
+        return bool(connected) and all(drafter.has_lookups for drafter in connected)
 
     def assign(self, session: str, address: str) -> None:
         """Let the drafter at host:port draft for a session; dials it if it is new.

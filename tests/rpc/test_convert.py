@@ -88,7 +88,7 @@ commits = st.builds(
     st.booleans(),
     st.binary(max_size=8),
     st.lists(biases, max_size=3).map(tuple),
-    lookups_alone=st.just(False),  # stays in its process
+    lookups_alone=st.booleans(),
 )
 scores = st.lists(float32s, max_size=5).map(tuple)
 sampled = st.builds(SampledProposal, st.dictionaries(counts, st.builds(DraftProbs, ids, scores), max_size=3), st.booleans())
@@ -160,7 +160,7 @@ def test_a_draft_response_comes_back(
     assert convert.draft_response_from_proto(draft_pb2.SpeculateResponse.FromString(data)) == response
 
 
-@given(st.builds(DrafterInfo, infos, names, st.booleans(), st.booleans(), counts, st.booleans()))
+@given(st.builds(DrafterInfo, infos, names, st.booleans(), st.booleans(), counts, st.booleans(), st.booleans()))
 def test_a_drafter_info_comes_back(drafter: DrafterInfo) -> None:
     assert convert.drafter_info_from_proto(convert.drafter_info_to_proto(drafter)) == drafter
 

@@ -159,6 +159,37 @@ async def test_bytes_that_do_not_decode_are_an_invalid_request(method: str, capl
     assert not record.exc_info
 
 
+class Sending(draft_pb2_grpc.DraftServicer):
+    """Sends more than a client that reads nothing takes, and notes when its generator ends."""
+
+    def __init__(self) -> None:
+        self.has_begun = asyncio.Event()
+        self.has_ended = asyncio.Event()
+
+    async def Speculate(self, request_iterator: Any, context: Any) -> AsyncIterator[draft_pb2.SpeculateResponse]:  # noqa: N802
+        try:
+            while True:
+                self.has_begun.set()
+                yield draft_pb2.SpeculateResponse(trees=[draft_pb2.Tree(session="s" * 2**16)])
+        finally:
+            self.has_ended.set()
+
+
+async def test_an_unread_stream_ends_with_its_call() -> None:
+    servicer = Sending()
+    async with serving(servicer=servicer) as (_, _, channel):
+        gc.disable()
+        try:
+            call = draft_pb2_grpc.DraftStub(channel).Speculate()
+            await servicer.has_begun.wait()
+            await asyncio.sleep(0.2)  # until a write waits for the client
+            call.cancel()
+            async with asyncio.timeout(5):
+                await servicer.has_ended.wait()
+        finally:
+            gc.enable()
+
+
 async def test_a_refused_message_is_freed_without_a_collection() -> None:
     size, count = 2**20, 12
     async with serving(servicer=Reading()) as (_, _, channel):

@@ -49,7 +49,8 @@ class PairDraftBudget:
     ) -> dict[str, TreeBudget]:
         has_lookups = self._has_lookups()
         self._both.compare_with(self._lookups.gain if has_lookups else 1.0)
-        is_turn = has_lookups and self._num_since >= self._turn
+        # in a step with prompts the network would then lack all of these
+        is_turn = has_lookups and self._num_since >= self._turn and not step.num_prompt_rows
         sizes = self._both.choose([] if is_turn else decoding, most, num_plain, step)
         # a step with prompts may leave trees of both out, and the network would then lack the tokens of all sequences
         self.lookups_alone = is_turn or (has_lookups and self._both.num_nodes == 1 and not self._both.is_on)

@@ -231,8 +231,9 @@ class Dispatcher:
                 await upstream.run(stream, self._stall_timeout_s)
             finally:
                 stream.cancel()
+        await context.wait_for_room()  # else a body of many completions would end them all for a client that reads nothing
 
-    def _take(self, attempt: Attempt, pair: Pair, state: _RetryState, take: Take, chunk: Chunk) -> int | None:
+    def _take(self, attempt: Attempt, pair: Pair, state: _RetryState, take: Take, chunk: Chunk) -> bool | None:
         """Note a verifier's chunk, and take it. Raises RequestFailed for an error that another verifier may not have."""
         if chunk.finish_reason == "error" and not state.has_broken:
             raise RequestFailed(chunk.message)

@@ -30,7 +30,8 @@ MAX_CONCURRENT_COMPLETIONS = 128
 STOPPING = "the router is stopping; send the request again"
 
 
-# How many chunks, and of how many bytes, the router holds for a busy client. The verifier keeps the rest.
+# How many chunks, and of how many bytes, the router holds for a busy client: of each completion while a feed has them, and
+# of all together while they come on their own streams. The verifier keeps the rest.
 MAX_READY, MAX_READY_BYTES = 64, 2**18
 
 # All chunks that were ready when the reader came for them: one step's, or more of them while it sent the last ones.
@@ -257,20 +258,20 @@ def _words_as_ids(tokenizer: Tokenizer, sampling: SamplingParams) -> Words:
 
 def _take(
     decoder: TextDecoder, traced: RequestSpan, count: Callable[[int], object], queue: ReadyQueue, received: Chunk
-) -> int | None:
+) -> bool | None:
     """Queue a chunk of a completion with its text. A stop string ends it, for the verifier would go on."""
     chunk = decoder.add(received)
     traced.add(chunk)
     count(len(chunk.chunk.token_ids))
-    num_unread = queue.add(chunk)
-    return None if decoder.stopped else num_unread
+    is_slow = queue.add(chunk)
+    return None if decoder.stopped else is_slow
 
 
 async def run_all(works: Iterable[Work], num_works: int, slots: asyncio.Semaphore) -> None:
     """Run all works at once, several as tasks, so that log lines carry each request's id. An error of one ends all.
 
-    Each is taken from `works` and started once there is a slot, one in each round of the event loop. So a body of many
-    prompts neither keeps it from other requests nor fills the memory that each garbage collection visits.
+    Each is started once there is a slot, one in each round of the event loop, and then the next is taken from `works`. So a
+    body of many prompts neither keeps it from other requests nor fills the memory that each garbage collection visits.
     """
     if num_works == 1:
         (work,) = works
@@ -297,14 +298,15 @@ class ReadyQueue:
         self._has_room = asyncio.Event()
         self._readings: list[asyncio.Event] = []
 
-    def add(self, chunk: TextChunk) -> int:
-        """Queue a chunk; return how many of its completion wait."""
+    def add(self, chunk: TextChunk) -> bool:
+        """Queue a chunk; return whether too many of its completion wait."""
         inner = chunk.chunk
         self._chunks.append(chunk)
         self._num_bytes += inner.num_bytes
         self._num_unread[inner.index] += 1
         self.has_news.set()
-        return self._num_unread[inner.index]
+        num_unread = self._num_unread[inner.index]
+        return num_unread >= MAX_READY or (num_unread > 1 and self._num_bytes >= MAX_READY_BYTES)
 
     async def wait_for_room(self) -> None:
         """Wait while as much is queued as the router holds for a client."""

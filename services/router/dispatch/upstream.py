@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import math
@@ -23,8 +24,6 @@ from eyas.services.discovery.base import cancel_task
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import ChunkFeedStub
 
-# Chunks of a call that wait for a slow client. From then on its own stream has them, which the verifier fills as it is read.
-MAX_UNREAD = 64
 RETRY_INTERVAL_S = 1.0
 # How long a verifier may take to end a call after its last chunk.
 END_TIMEOUT_S = 1.0
@@ -38,7 +37,7 @@ _BROKEN_CONNECTION = ("socket closed", "connection reset", "broken pipe")
 # In the text for a call that no verifier got: none was connected, whatever ended the attempt to connect.
 _NOT_CONNECTED = "failed to connect"
 
-Take: TypeAlias = Callable[[Chunk], int | None]
+Take: TypeAlias = Callable[[Chunk], bool | None]
 GenerateStream = grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateChunk]
 
 log = logging.getLogger(__name__)
@@ -57,7 +56,8 @@ class VerifierFeed:
         self._id = ""  # empty while it is not open
         self._numbers = itertools.count(1)
         self._calls: dict[int, UpstreamCall] = {}
-        self._task = asyncio.create_task(self._run(), name="chunk feed")
+        # not in the context of the request that happened to need it first
+        self._task = asyncio.create_task(self._run(), name="chunk feed", context=contextvars.Context())
 
     @contextmanager
     def call(self, upstream: UpstreamCall) -> Iterator[tuple[str, int]]:
@@ -105,12 +105,13 @@ class VerifierFeed:
 class UpstreamCall:
     """A call to one verifier. Takes its chunks in their order, from the verifier's feed and from the call's own stream.
 
-    Those of the feed are taken in the feed's task, as they come: they wake only who reads them.
+    Those of the feed are taken in the feed's task, as they come: they wake only who reads them. Once too many of them wait
+    for a slow client, the call's own stream has the rest, which the verifier fills as it is read.
 
     Args:
         deadline: by the clock of the running event loop.
         vocab_size: of the verifier's model.
-        take: gets each chunk, and may raise. Returns how many wait for the client; None once it takes no more.
+        take: gets each chunk, and may raise. Returns whether too many wait for the client; None once it takes no more.
         wait_for_room: awaited before a chunk of the call's own stream.
     """
 
@@ -129,21 +130,27 @@ class UpstreamCall:
         self._has_ended = False  # by its verifier
         self._has_lost_feed = False
         self._failure: Exception | None = None
+        self._is_slow = False  # for the feed
+        self._context = contextvars.copy_context()  # for log lines of what the feed's task does here
         self._own: asyncio.Future[Any] | None = None  # the next message of its own stream
         self._has_news = asyncio.Event()
 
     def add(self, message: generation_pb2.GenerateChunk) -> bool:
-        """Take a chunk of the feed; return whether that is one too many."""
+        """Take a chunk of the feed; return True with the first that is one too many."""
         if self._is_finished or self._failure:
             return False
         if self._last_chunk_at == math.inf or (self._own and self._own.done()):
             self._has_news.set()
         self._num_fed += 1
         try:
-            return self._add(self._checked(message)) == MAX_UNREAD
+            is_slow = self._context.run(self._add, self._checked(message))
         except Exception as error:  # the feed goes on for other calls
             self.fail(error)
-        return False
+            return False
+        if self._is_slow or not is_slow:
+            return False
+        self._is_slow = True
+        return True
 
     def fail(self, error: Exception) -> None:
         """End `run` with an error."""
@@ -239,15 +246,15 @@ class UpstreamCall:
             raise Unavailable(f"the verifier sent an invalid chunk: {fault}")
         return chunk
 
-    def _add(self, chunk: Chunk) -> int:
-        """Give a chunk away; return how many wait for the client."""
+    def _add(self, chunk: Chunk) -> bool:
+        """Give a chunk away; return whether too many wait for the client."""
         self._last_chunk_at = asyncio.get_running_loop().time()
-        num_unread = self._take(chunk)
+        is_slow = self._take(chunk)
         self._has_ended = chunk.finish_reason is not None
-        if self._has_ended or num_unread is None:
+        if self._has_ended or is_slow is None:
             self._is_finished = True
             self._has_news.set()
-        return num_unread or 0
+        return bool(is_slow)
 
 
 def _faults(chunk: Chunk, vocab_size: int, request: Request, num_left: int) -> Iterator[str]:

@@ -24,7 +24,7 @@ from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server
 from eyas.services.router.auth.keys import ApiKeys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.generation import MAX_READY, GenerationService
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.upstream import UpstreamCall
 from eyas.services.router.dispatch.workers import WorkerPool
@@ -66,9 +66,9 @@ class Received:
         deadline = asyncio.get_running_loop().time() + deadline_s
         return UpstreamCall(request, deadline, vocab_size, self.add, self.wait_for_room)
 
-    def add(self, chunk: Chunk) -> int:
+    def add(self, chunk: Chunk) -> bool:
         self.tokens += chunk.token_ids
-        return len(self.tokens) if self.is_slow else 1
+        return self.is_slow and len(self.tokens) >= MAX_READY
 
     async def wait_for_room(self) -> None:
         await asyncio.sleep(0.001 * self.is_slow)

@@ -1,7 +1,8 @@
 """Feeds: chunks of many calls in one message. Order, slow readers, lost feeds, and verifiers that have none."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import contextvars
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -20,7 +21,8 @@ from eyas.rpc.convert import generate_call_from_proto, generate_call_to_proto
 from eyas.rpc.server import RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, SessionMap
-from eyas.services.router.dispatch.upstream import MAX_UNREAD, FeedLost, VerifierFeed
+from eyas.services.router.dispatch.generation import MAX_READY, ReadyQueue
+from eyas.services.router.dispatch.upstream import FeedLost, UpstreamCall, VerifierFeed
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.verifier.chunk_feeds import LARGE_CHUNK_BYTES, ChunkFeeds, RouterFeed
@@ -129,15 +131,21 @@ async def opened(feed: VerifierFeed) -> None:
 
 
 async def tokens_of(channel: Any, feed: VerifierFeed, num_tokens: int = NUM_TOKENS, is_slow: bool = False) -> list[int]:
-    """Return the tokens of a call that names the feed. is_slow: see Received."""
+    """Return the first token of each chunk of a call that names the feed. is_slow: see Received."""
     received = Received(is_slow)
+    firsts = list[int]()
     most = call_with(max_tokens=10**6).request  # a large chunk holds its token many times
-    upstream = received.call(vocab_size=2**31, request=most)
+
+    def take(chunk: Chunk) -> bool:
+        firsts.append(chunk.token_ids[0])
+        return received.add(chunk)
+
+    upstream = UpstreamCall(most, asyncio.get_running_loop().time() + 60, 2**31, take, received.wait_for_room)
     with feed.call(upstream) as (feed_id, number):
         assert feed_id
         call = replace(call_with(max_tokens=num_tokens), feed_id=feed_id, feed_call=number)
         await upstream.run(GenerationStub(channel).Generate(generate_call_to_proto(call)), 60.0)
-    return list(dict.fromkeys(received.tokens))
+    return firsts
 
 
 async def test_calls_share_messages_and_keep_their_order() -> None:
@@ -209,7 +217,7 @@ async def test_a_slow_reader_gets_the_rest_on_its_own_stream() -> None:
     """It does not fill the router's memory, nor keep other calls from theirs."""
     verifier = Verifier()
     verifier.go.set()
-    num_tokens = 40 * MAX_UNREAD
+    num_tokens = 40 * MAX_READY
     async with connected(verifier) as channel:
         feed = VerifierFeed(channel, Peers())
         await opened(feed)
@@ -314,6 +322,67 @@ async def test_a_call_that_failed_takes_no_more_chunks() -> None:
     with pytest.raises(Unavailable, match="stuck"):
         await call.run(Stream(chunk_of(3)), 60.0)  # type: ignore[arg-type]
     assert received.tokens == [1]
+
+
+async def test_each_attempt_of_a_slow_client_leaves_its_feed() -> None:
+    queue = ReadyQueue()
+    deadline = asyncio.get_running_loop().time() + 60
+    for _ in range(2):
+        call = UpstreamCall(call_with(max_tokens=10**6).request, deadline, 10, of_queue(queue), queue.wait_for_room)
+        assert [call.add(chunk_of(1)) for _ in range(3 * MAX_READY)].count(True) == 1
+
+
+def of_queue(queue: ReadyQueue) -> Callable[[Chunk], bool]:
+    return lambda chunk: queue.add(TextChunk(chunk))
+
+
+async def test_large_chunks_of_a_slow_client_leave_their_feed() -> None:
+    queue = ReadyQueue()
+    most = call_with(max_tokens=10**6).request
+    large = 2**12
+    call = UpstreamCall(most, asyncio.get_running_loop().time() + 60, 10, of_queue(queue), queue.wait_for_room)
+    message = generation_pb2.GenerateChunk(token_ids=[1] * large, is_draft_token=[False] * large)
+    assert [call.add(message) for _ in range(MAX_READY // 2)].count(True) == 1
+
+
+async def test_what_a_fed_chunk_causes_is_logged_for_its_request() -> None:
+    name = contextvars.ContextVar("name", default="none")
+    seen = list[str]()
+
+    def take(_: Chunk) -> bool:
+        seen.append(name.get())
+        return False
+
+    name.set("own")
+    call = UpstreamCall(CALL.request, asyncio.get_running_loop().time() + 60, 10, take, Received().wait_for_room)
+    contextvars.Context().run(call.add, chunk_of(1))
+    assert seen == ["own"]
+
+
+async def test_a_stopped_call_lasts_until_its_client_has_read(url: str) -> None:
+    """A verifier's later chunks are not wanted, and a body of many completions does not end them all at once."""
+    registry, peers = Registry(RegistryConfig(url, 60.0, 0.05)), Peers()
+    workers = WorkerPool(registry, RouterConfig(()), peers)
+    dispatcher = Dispatcher(workers, SessionMap(None), 20.0, RouterTelemetry(), RetryConfig())
+    async with worker(url, Script(REST)):
+        await registry.watch("verifier")
+        (verifier,) = registry.known("verifier")
+        await opened(workers.connection(verifier).feed)
+        is_read = asyncio.Event()
+        is_taken = asyncio.Event()
+
+        async def wait_for_room() -> None:
+            await is_read.wait()
+
+        context = RequestContext(asyncio.get_running_loop().time() + 30, wait_for_room)
+        run = asyncio.create_task(dispatcher.run(replace(CALL, model="demo"), context, lambda _: is_taken.set()))
+        await is_taken.wait()
+        await asyncio.sleep(0.2)
+        assert not run.done()
+        is_read.set()
+        await run
+        await workers.close()
+        await registry.close()
 
 
 async def test_an_invalid_chunk_of_a_feed_fails_its_call_only() -> None:
