@@ -7,7 +7,6 @@ Both decode the same prompts in turn, plainly and with drafts. Writes a dated re
 from __future__ import annotations
 
 import asyncio
-import json
 import multiprocessing
 import os
 import sys
@@ -23,9 +22,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from benchmarks.scripts.streaming_work import cpu_seconds, read_events
 from eyas.api.request import SamplingParams
 from eyas.bench.report import Report, Spread, Table, number
-from eyas.errors import EyasError, RequestFailed
+from eyas.errors import EyasError
 from eyas.llm import LLM
 from eyas.progress import Progress, progress
 from eyas.services.local.cluster import Cluster, free_port, running_cluster
@@ -132,31 +132,6 @@ def summary(contender: Contender, mode: Mode, num_clients: int, runs: Sequence[R
     cpu_us = {name: median(run.cpu_us[name] for run in runs) for name in runs[0].cpu_us}
     identical = all(run.texts == tuple(expected) for run in runs)
     return SplitWork(contender, mode, num_clients, Spread.of([run.tokens_per_s for run in runs]), cpu_us, identical)
-
-
-async def read_events(address: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """Ask for a stream, and return its events once it has ended; the last has the usage. Raises RequestFailed.
-
-    A client of few lines, because it shares the machine with what it measures.
-    """
-    data = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(
-        f"POST {path} HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(data)}\r\nConnection: close\r\n\r\n".encode()
-        + data
-    )
-    answer = await reader.read()
-    writer.close()
-    if b"data: [DONE]" not in answer:
-        raise RequestFailed(f"a router answered with a stream without an end: {answer[-500:]!r}")
-    return [json.loads(line[6:]) for line in answer.splitlines() if line.startswith(b"data: {")]
-
-
-def cpu_seconds(pid: int) -> float:
-    """Return the processor time of a process, its ended threads' too, from the clock that Linux has for every process."""
-    return time.clock_gettime((~pid << 3) | 2)
 
 
 def run_split(cluster: Cluster, settings: Settings, prompts: Sequence[Sequence[int]], mode: Mode) -> Run:

@@ -392,7 +392,10 @@ def split_method(name: str) -> list[str]:
 
 
 def check_method(name: str, draft_model: str) -> str:
-    """Return what a method needs as `draft_model`, in words. Raises ConfigError for an unknown one, and if none is named."""
+    """Return what a method needs as `draft_model`, in words.
+
+    Raises ConfigError for an unknown method, and if it needs a `draft_model` and none is named.
+    """
     if name in ("", NO_DRAFTS):
         return ""
     needed = "".join(METHOD_FACTS[side].head for side in split_method(name))  # of two, one at most

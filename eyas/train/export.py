@@ -14,11 +14,11 @@ from torch import Tensor
 from eyas.config.file_values import get_setting
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError, MissingPackage
-from eyas.models.checkpoint import DEPTH_KEY, EMBEDDING_NAMES, LM_HEAD_NAMES, WIRING_KEY, Checkpoint
+from eyas.models.checkpoint import DEPTH_KEY, EMBEDDING_NAMES, LM_HEAD_NAMES, WIRING_KEY, Checkpoint, check_tensors
 from eyas.models.heads.block import block_tensors, load_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, block_config_json
 from eyas.models.heads.eagle import config_json, write_head
-from eyas.models.heads.eagle_config import EagleHeadConfig, Kind, canonical_name, read_head_config
+from eyas.models.heads.eagle_config import EagleHeadConfig, Kind, canonical_name, read_head_config, tensor_shapes
 from eyas.models.heads.layers import check_problems, stored_vocabulary, write_checkpoint
 from eyas.models.heads.medusa import MEDUSA_FILES, load_medusa
 from eyas.train.config import SERVED_BY, TrainConfig
@@ -69,6 +69,8 @@ def _export_eagle(head: str, model: str, out: Path, layout: str, kind: Kind) -> 
     tensors = {canonical_name(name, config.kind): tensor for name, tensor in checkpoint.tensors().items()}
     if layout in ("vllm", "sglang"):
         _check_eagle(head, config, layout, get_setting(int, target, "num_hidden_layers", "the target's config"))
+    check_tensors(tensors, tensor_shapes(config), config.optional_tensors, Path(head))
+    if layout in ("vllm", "sglang"):
         write_checkpoint(out, *(_vllm(config, tensors) if layout == "vllm" else _sglang(config, tensors)))
     elif layout in ("eyas", "safeailab"):
         write_head(out, config, tensors)

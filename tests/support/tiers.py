@@ -1,6 +1,6 @@
 """Cases of a parametrised test that run every day, and those that run nightly."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from typing import Any
 
 import pytest
@@ -13,4 +13,6 @@ def nightly(*values: Any) -> Any:
 
 def tiered(names: Iterable[Any], daily: Container[Any]) -> list[Any]:
     """Return a parameter for each name, nightly if the name is not among the daily ones."""
+    names = list(names)
+    assert not isinstance(daily, Collection) or all(name in names for name in daily), "a daily case that does not exist"
     return [name if name in daily else nightly(name) for name in names]

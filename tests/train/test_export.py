@@ -17,6 +17,7 @@ from eyas.models.heads.eagle_config import find_eagle_kind
 from eyas.models.heads.medusa import load_medusa
 from eyas.train.export import export_head
 from eyas.train.methods import build_trainer
+from tests.support.tiers import nightly
 from tests.train.small_runs import settings
 
 LAYER = {
@@ -162,6 +163,17 @@ def test_biases_of_eagle3_heads_are_refused(name: str, engine: str, folder: Path
     save_file({**tensors, name: torch.ones(rows)}, head / "model.safetensors")
     with pytest.raises(CheckpointError, match="a bias of fc or of attention"):
         export_head(str(head), str(folder / "target"), tmp_path / "out", engine)
+
+
+@pytest.mark.parametrize("layout", ["vllm", nightly("sglang"), nightly("specforge"), "speculators", nightly("eyas")])
+def test_a_head_that_lacks_a_tensor_is_refused(layout: str, folder: Path, tmp_path: Path) -> None:
+    head = Path(written(folder, tmp_path, "eagle3", head__target_layer_ids=[0, 1, 2]))
+    tensors = load_file(head / "model.safetensors")
+    del tensors["fc.weight"]
+    save_file(tensors, head / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing fc\.weight"):
+        export_head(str(head), str(folder / "target"), tmp_path / "out", layout)
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
