@@ -65,6 +65,8 @@ class VerifierFeed:
         number = next(self._numbers) if self._id else 0
         if number:
             self._calls[number] = upstream
+        else:
+            upstream.lose_feed()
         try:
             yield self._id, number
         finally:
@@ -158,7 +160,7 @@ class UpstreamCall:
         self._has_news.set()
 
     def lose_feed(self) -> None:
-        """Note that the feed has ended."""
+        """Note that the feed has ended, or that there is none."""
         self._has_lost_feed = True
         self._has_news.set()
 
@@ -191,6 +193,8 @@ class UpstreamCall:
                 elif message is not None and self._has_lost_feed:
                     raise FeedLost("the verifier's feed ended before it had all chunks of a call")
                 else:
+                    if message is not None:  # the feed may not take longer than a step for the chunks before it
+                        self._last_chunk_at = min(self._last_chunk_at, asyncio.get_running_loop().time())
                     self._has_news.clear()
                     await self._wait(stall_timeout_s)
             if self._has_ended:  # a call that is cancelled before its end counts as such there

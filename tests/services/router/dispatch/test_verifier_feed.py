@@ -385,6 +385,21 @@ async def test_a_stopped_call_lasts_until_its_client_has_read(url: str) -> None:
         await registry.close()
 
 
+async def test_a_chunk_that_waits_for_others_of_its_feed_stalls() -> None:
+    """Also the first one, which has no other limit than the deadline."""
+    with pytest.raises(Unavailable, match=r"sent nothing for 0\.1 s"):
+        await Received().call().run(Stream(chunk_of(1, num_fed=9)), 0.1)  # type: ignore[arg-type]
+
+
+async def test_a_chunk_that_counts_those_of_no_feed_is_a_failure() -> None:
+    async with connected(Verifier(), ChunkFeedServicer()) as channel:
+        feed = VerifierFeed(channel, Peers())
+        call = Received().call()
+        with feed.call(call), pytest.raises(FeedLost):
+            await call.run(Stream(chunk_of(1, num_fed=1)), 60.0)  # type: ignore[arg-type]
+        await feed.close()
+
+
 async def test_an_invalid_chunk_of_a_feed_fails_its_call_only() -> None:
     call = Received().call()
     assert not call.add(chunk_of(10))
