@@ -7,20 +7,20 @@ A RemoteDrafter runs here and a draft service with a trivial drafter in another 
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import torch
 import typer
 
+from benchmarks.scripts.streaming_work import child
 from eyas.bench.report import Report, Table, number
 from eyas.config import DraftClientConfig, ServerConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
@@ -158,26 +158,6 @@ def drafting(case: Case) -> Iterator[RemoteDrafter]:
             yield drafter
         finally:
             drafter.close()
-
-
-@contextmanager
-def child(serve: Callable[..., Awaitable[None]], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
-    """Run `serve(connection, *arguments)` in another process; yields the first value that it sends, and the connection."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_run, args=(serve, there, *arguments), daemon=True)
-    process.start()
-    try:
-        if not here.poll(START_SECONDS):
-            raise Unavailable(f"a process did not start within {START_SECONDS:.0f} s")
-        yield here.recv(), here
-    finally:
-        process.terminate()
-        process.join()
-
-
-def _run(serve: Callable[..., Any], connection: Connection, *arguments: Any) -> None:
-    asyncio.run(serve(connection, *arguments))
 
 
 def _wait_for(drafter: RemoteDrafter) -> None:

@@ -67,20 +67,26 @@ def _export_eagle(head: str, model: str, out: Path, layout: str, kind: Kind) -> 
     target = Checkpoint(model).text_config
     config = read_head_config(checkpoint, target, kind)
     tensors = {canonical_name(name, config.kind): tensor for name, tensor in checkpoint.tensors().items()}
+    if layout in ("eyas", "safeailab"):
+        write_head(out, config, tensors)
+        return
     if layout in ("vllm", "sglang"):
         _check_eagle(head, config, layout, get_setting(int, target, "num_hidden_layers", "the target's config"))
-    check_tensors(tensors, tensor_shapes(config), config.optional_tensors, Path(head))
-    if layout in ("vllm", "sglang"):
-        write_checkpoint(out, *(_vllm(config, tensors) if layout == "vllm" else _sglang(config, tensors)))
-    elif layout in ("eyas", "safeailab"):
-        write_head(out, config, tensors)
     elif config.kind == "eagle":
         raise CheckpointError(
             f"{head} is an EAGLE-1 head, which {layout} has no layout for; export it to safeailab, or leave it as it is"
         )
-    else:
-        found = _specforge(config, tensors) if layout == "specforge" else _speculators(config, tensors, model)
-        write_checkpoint(out, *found)
+    check_tensors(tensors, tensor_shapes(config), config.optional_tensors, Path(head))
+    match layout:
+        case "vllm":
+            found = _vllm(config, tensors)
+        case "sglang":
+            found = _sglang(config, tensors)
+        case "specforge":
+            found = _specforge(config, tensors)
+        case _:
+            found = _speculators(config, tensors, model)
+    write_checkpoint(out, *found)
 
 
 def _check_eagle(head: str, c: EagleHeadConfig, engine: str, num_layers: int) -> None:

@@ -114,7 +114,7 @@ class AdaptiveDraftBudget:
 
     def compare_with(self, bar: float) -> None:
         """Set `bar`. What trees have gained over plain decoding pays for no losses against other trees."""
-        if bar > 1.0 == self.bar:
+        if self.bar == 1.0 and bar > 1.0:
             self._credit = 0.0
         self.bar = bar
 

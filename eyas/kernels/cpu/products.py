@@ -37,7 +37,7 @@ GROUP_BYTES = 2**18
 # How many inputs ahead a block is fetched, or a later block behind its end.
 INPUTS_AHEAD = 128
 # Rows whose numbers lie side by side for a tile.
-PACKED_ROWS = 16
+PART_ROWS = 16
 # Words of a group of a rounded row, and the size below which all of a group becomes 0: quotients by it are finite.
 ROW_WORDS, SMALLEST_SIZE = GROUP_INPUTS // QUAD_INPUTS + 2, np.finfo(np.float32).tiny * 128
 
@@ -89,13 +89,13 @@ def multiply_blocks(left, address, stored, out, first_block, end_block):
 
 @kernel(error_model="numpy")
 def pack_rows(left):
-    """Return rows [R, K] flat, with the numbers of PACKED_ROWS rows side by side: [R / PACKED_ROWS, K, PACKED_ROWS], the
+    """Return rows [R, K] flat, with the numbers of PART_ROWS rows side by side: [R / PART_ROWS, K, PART_ROWS], the
     last part with the rows that are left. Tiles read them so from one address, and no two rows from the same cache sets.
     """
     num_rows, num_inputs = left.shape
     packed = np.empty(num_rows * num_inputs, np.float32)
-    for first in range(0, num_rows, PACKED_ROWS):
-        end = min(first + PACKED_ROWS, num_rows)
+    for first in range(0, num_rows, PART_ROWS):
+        end = min(first + PART_ROWS, num_rows)
         packed[first * num_inputs : end * num_inputs].reshape(num_inputs, end - first)[:] = left[first:end].T
     return packed
 
@@ -122,8 +122,8 @@ def _rounded_rows(left):
     bits = row.view(np.int32)
     for r in range(num_rows):
         row[:num_inputs] = left[r]
-        part = r // PACKED_ROWS * PACKED_ROWS
-        width = min(num_rows - part, PACKED_ROWS)
+        part = r // PART_ROWS * PART_ROWS
+        width = min(num_rows - part, PART_ROWS)
         word = (part * num_groups + r - part) * ROW_WORDS
         for group in range(num_groups):
             start = group * GROUP_INPUTS
@@ -182,10 +182,10 @@ class _Tile:
             left, found = (context.make_array(signature.args[i])(context, builder, a) for i, a in ((0, rows), (6, out)))
             num_rows, size = cgutils.unpack_tuple(builder, found.shape, 2)
             # of the part of packed rows that holds the first one
-            part = builder.and_(first, _INT(-PACKED_ROWS))
+            part = builder.and_(first, _INT(-PART_ROWS))
             row = builder.sub(first, part)
             width = builder.sub(num_rows, part)
-            width = builder.select(builder.icmp_signed("<", width, _INT(PACKED_ROWS)), width, _INT(PACKED_ROWS))
+            width = builder.select(builder.icmp_signed("<", width, _INT(PART_ROWS)), width, _INT(PART_ROWS))
             num_left = builder.sub(width, row)
             place = builder.mul(_INT(cls.NUMBERS), builder.add(builder.mul(part, num_inputs), row))
             tile = cls(
