@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import yaml
 from pydantic import BaseModel
 
 from deploy.schema import values_schema
-from deploy.settings_page import TRAINING, service_tables, train_tables
+from deploy.settings_page import TRAINING, alike, service_tables, train_tables
 from eyas.config.drafting import METHOD_FACTS
 from eyas.services.router.http.bodies.anthropic import MessagesBody
 from eyas.services.router.http.bodies.base import NEUTRAL, UnusedFields
@@ -83,29 +84,34 @@ def generated() -> Mapping[Path, str]:
 
 
 def values_table() -> str:
-    """Return the table of the settings in values.yaml, in their order."""
-    lines = [f"| `{item.key}` | `{item.default}` | {item.meaning} |" for item in settings()]
+    """Return the table of the settings in values.yaml, in their order; components share rows of common settings."""
+    rows: dict[tuple[str, str], list[Setting]] = {}
+    for item in settings():
+        rows.setdefault((item.key.partition(".")[2] or item.key, item.meaning), []).append(item)
+    lines = [
+        f"| {_names(item.key for item in group)} | {_names(alike([item.default for item in group]))} | {meaning} |"
+        for (_, meaning), group in rows.items()
+    ]
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *lines, ""])
 
 
 def methods_table() -> str:
-    """Return the table of drafting methods, with a last row for two of them together."""
+    """Return the table of drafting methods, a row for those with the same facts; the last is for two of them together."""
     words = ("no", "yes")
-    rows = [
-        {
-            "method": f"`{name}`",
-            "needs": facts.head or facts.optional_head or "nothing",
-            "features": words["features" in facts.needs],
-            "`rejection`": words[facts.has_head],
-            "shared noise": words[facts.has_probs],
-            "CUDA graphs": "yes" if facts.has_head else "not needed",
-            "drafting ahead": words[facts.drafts_ahead],
-            "in A+B": "without a second head" if facts.has_head else "yes",
-        }
-        for name, facts in METHOD_FACTS.items()
-    ]
-    pair = ("`A+B`", "one head at most", "as its parts", "no", *("as its parts",) * 3, "no")
-    lines = [(*rows[0],), ("---",) * len(pair), *(row.values() for row in rows), pair]
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for name, facts in METHOD_FACTS.items():
+        cells = (
+            words["features" in facts.needs],
+            words[facts.has_head],
+            words[facts.has_probs],
+            "yes" if facts.has_head else "not needed",
+            words[facts.drafts_ahead],
+            "without a second head" if facts.has_head else "yes",
+        )
+        rows.setdefault(cells, []).append(name)
+    head = ("method", "features", "`rejection`", "shared noise", "CUDA graphs", "drafting ahead", "in A+B")
+    pair = ("`A+B`", "as its parts", "no", *("as its parts",) * 3, "no")
+    lines = [head, ("---",) * len(head), *((_names(names), *cells) for cells, names in rows.items()), pair]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -116,50 +122,64 @@ def families_tables() -> str:
         over_ranks = families.NOT_OVER_RANKS.get(kind, "")
         ranks = "yes" if not over_ranks else f"refused: {over_ranks}" if " " in over_ranks else f"refused: `{over_ranks}`"
         limits.setdefault((ranks, "no" if kind in families.NO_FEATURES else "yes"), []).append(kind)
-    served = [f"| {_kinds(kinds)} | {ranks} | {heads} |" for (ranks, heads), kinds in sorted(limits.items(), reverse=True)]
+    served = [f"| {_names(kinds)} | {ranks} | {heads} |" for (ranks, heads), kinds in sorted(limits.items(), reverse=True)]
     refused: dict[str, list[str]] = {}
     for kind, (reason, _) in families.REFUSED.items():
         refused.setdefault(reason, []).append(kind)
-    refusals = [f"| {_kinds(sorted(kinds))} | {why} | {families.NEEDED.get(why, '')} |" for why, kinds in refused.items()]
-    wrapped = [f"| `{kind}` | `{text}` |" for kind, (text, *_) in sorted(families.WRAPPED.items())]
-    modules = [f"| `{kind}` | `{layer}` |" for kind, layer in families.MODULES.items()]
-    same = [f"| `{kind}` | `{other}` |" for kind, other in sorted(families.SAME_AS.items())]
+    refusals = [f"| {_names(sorted(kinds))} | {why} | {families.NEEDED.get(why, '')} |" for why, kinds in refused.items()]
+    modules: dict[str, list[str]] = {}
+    for kind, layer in families.MODULES.items():
+        modules.setdefault(layer, []).append(kind)
+    wrapped = ", ".join(f"`{kind}` (`{text}`)" for kind, (text, *_) in sorted(families.WRAPPED.items()))
+    same = ", ".join(f"`{kind}` (`{other}`)" for kind, other in sorted(families.SAME_AS.items()))
     return "\n".join([
         "| `model_type` served | over ranks | heads that read hidden states |", "|---|---|---|",
         *served, "",
-        "| model for images or sound | text part that is served |", "|---|---|", *wrapped, "",
-        "| `model_type` with a module for multi-token prediction | its layer's tensors |", "|---|---|", *modules, "",
-        "| `model_type` | runs as |", "|---|---|", *same, "",
+        _filled(f"Models for images or sound, with the text part that is served: {wrapped}."), "",
+        _filled(f"Names that run as another: {same}."), "",
+        "| `model_type` with a module for multi-token prediction | its layer's tensors |", "|---|---|",
+        *(f"| {_names(kinds)} | `{layer}` |" for layer, kinds in modules.items()), "",
         "| `model_type` refused | what the refusal says | what Eyas would need |", "|---|---|---|",
-        *refusals, f"| {_kinds(sorted(families.NOT_JUDGED))} | not tested | |",
+        *refusals, f"| {_names(sorted(families.NOT_JUDGED))} | not tested | |",
     ])  # fmt: skip
 
 
-def _kinds(names: list[str]) -> str:
+def _names(names: Iterable[str]) -> str:
+    """Return names as code, with commas."""
     return ", ".join(f"`{name}`" for name in names)
+
+
+def _filled(text: str) -> str:
+    return fill(text, 100, break_long_words=False, break_on_hyphens=False)
 
 
 def fields_table() -> str:
     """Return the table of the fields of request bodies: who uses them, and what happens elsewhere."""
     unused = set(UnusedFields.model_fields) - {"metadata"} | {"cache_control", "diagnostics", "inference_geo", "speed"}
     names = {name for body in BODIES.values() for name in body.model_fields} | set(NEUTRAL)
-    lines = []
+    rows: dict[tuple[bool, str, str], list[str]] = {}
     for name in sorted(names):
         users = [title for title, body in BODIES.items() if name in body.model_fields]
         used = "all" if len(users) == len(BODIES) else ", ".join(users)
-        effect = f"no effect in {used}" if name in unused else used
-        values = [f"`{json.dumps(value)}`" for value in NEUTRAL.get(name, ())]
-        elsewhere = f"refused, except {' and '.join(values)}" if values else "refused" if name in NEUTRAL else "unknown"
-        lines.append(f"| `{name}` | {effect or 'none'} | {'' if used == 'all' else elsewhere} |")
+        effect = f"{used}, no effect" if name in unused else used or "none"
+        elsewhere = "" if used == "all" else "refused" if name in NEUTRAL else "unknown"
+        values = [f"`{json.dumps(value)}`" for value in NEUTRAL.get(name, ()) if elsewhere]
+        rows.setdefault((used != "all", effect, elsewhere), []).append(
+            f"`{name}` ({', '.join(values)})" if values else f"`{name}`"
+        )
+    lines = [f"| {', '.join(group)} | {effect} | {elsewhere} |" for (_, effect, elsewhere), group in sorted(rows.items())]
     return "\n".join(["| field | used by | in other endpoints |", "|---|---|---|", *lines, "", others_tables()])
 
 
 def others_tables() -> str:
     """Return the fields as other servers name them: with their names here, and those without a counterpart."""
     names = {name: " or ".join(f"`{one}`" for one in targets) for name, targets in RENAMED.items()} | RESHAPED
-    lines = [f"| `{name}` | {meaning} |" for name, meaning in sorted(names.items())]
-    lines.append(f"| {', '.join(f'`{name}`' for name in WRAPPERS)} | their fields are fields of the body |")
-    lines.append(f"| {', '.join(f'`{name}`' for name in sorted(IGNORED))} | ignored |")
+    meanings: dict[str, list[str]] = {}
+    for name, meaning in sorted(names.items()):
+        meanings.setdefault(meaning, []).append(name)
+    lines = [f"| {_names(group)} | {meaning} |" for meaning, group in meanings.items()]
+    lines.append(f"| {_names(WRAPPERS)} | their fields are fields of the body |")
+    lines.append(f"| {_names(sorted(IGNORED))} | ignored |")
     return "\n".join(["| of another server | here |", "|---|---|", *lines])
 
 
@@ -190,7 +210,7 @@ def _default(values: Any, path: list[str]) -> str:
 
 def metrics_tables() -> str:
     """Return a table of metrics for each service."""
-    head = ["| metric | kind | unit | labels | meaning |", "|---|---|---|---|---|"]
+    head = ["| metric | kind, unit | labels | meaning |", "|---|---|---|---|"]
     found = {
         service: [metric for metric in ALL_METRICS if metric.name.startswith(begin)] for service, begin in SERVICES.items()
     }
@@ -201,7 +221,7 @@ def metrics_tables() -> str:
 
 def _metric_row(metric: Metric) -> str:
     labels, unit = " ".join(f"`{label}`" for label in metric.label_names), metric.unit.strip("{}")
-    return f"| `{metric.family}` | {metric.kind} | {unit} | {labels} | {metric.text} |"
+    return f"| `{metric.family}` | {metric.kind}, {unit} | {labels} | {metric.text} |"
 
 
 def _with_generated(page: Path, text: str) -> str:

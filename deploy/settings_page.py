@@ -21,8 +21,8 @@ DESCRIBED = {"methods.eagle1.tree_choices": "the published tree"}
 # Methods that read a setting of `eyas train run`, by section.
 READ_BY = {"head": HEAD_SETTINGS, "loss": LOSS_SETTINGS}
 TRAINING = (
-    "The YAML file of [`eyas train run`](training.md), without a dot for the run itself. A setting is an\n"
-    "error where its last column does not name the method."
+    "The YAML file of [`eyas train run`](training.md). A setting is an error where its last column does\n"
+    "not name the method."
 )
 ENTRY = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*)$")
 
@@ -54,6 +54,11 @@ class Key:
             if (found := meanings(config).get(self.field.name)) is not None:
                 return found
         raise KeyError(f"{self.config.__name__}.{self.field.name} has no line under Attributes")
+
+
+def alike(defaults: Sequence[str]) -> Sequence[str]:
+    """Return the defaults of keys that share a row; one if they are equal."""
+    return defaults if len(set(defaults)) > 1 else defaults[:1]
 
 
 def shown(field: Field[Any]) -> str:
@@ -113,40 +118,65 @@ def service_keys() -> list[Key]:
 
 def service_tables() -> str:
     """Return a table for each section of the services' configuration."""
-    own = service_keys()
-    order = ["", *dict.fromkeys(key.section for key in own if key.section)]
-    return "\n".join(_service_table(name, [key for key in own if key.section == name]) for name in order)
-
-
-def _service_table(name: str, own: Sequence[Key]) -> str:
-    rows = [f"| `{key.name}` | {', '.join(key.services)} | {key.default} | {key.meaning} |" for key in own]
-    title, intro = (name, _intro(own[0].config)) if name else ("Models", "Settings without a section.")
-    return "\n".join(
-        [f"## {title}", "", intro, "", "| key | services | default | meaning |", "|---|---|---|---|", *rows, ""]
-    )
+    tables = []
+    for section, own in _by_section(service_keys()).items():
+        read_by = [", ".join(key.services) for key in own]
+        if section:
+            config = get_type_hints(SERVICES[own[0].services[0]])[section]
+            tables.append(_table(f"## {section}", _intro(config), own, "services", read_by))
+        else:
+            tables.append(_table("## Models", "Settings without a section.", own, "services", read_by))
+    return "\n".join(tables)
 
 
 def train_tables() -> str:
     """Return a table for each section of `eyas train run`'s configuration."""
-    own = list(keys(TrainConfig))
-    order = ["", *dict.fromkeys(key.section for key in own if key.section)]
-    return "\n".join(_train_table(name, [key for key in own if key.section == name]) for name in order)
-
-
-def _train_table(name: str, own: Sequence[Key]) -> str:
-    rows = [f"| `{key.name}` | {key.default} | {key.meaning} | {_methods(key)} |" for key in own]
-    title = f"### {name}" if name else "### Run"
     return "\n".join(
-        [title, "", _intro(own[0].config), "", "| key | default | meaning | methods |", "|---|---|---|---|", *rows, ""]
+        _table(f"### {section or 'Run'}", _intro(own[0].config), own, "methods", [_methods(key) for key in own])
+        for section, own in _by_section(list(keys(TrainConfig))).items()
     )
 
 
+def _by_section(own: Sequence[Key]) -> Mapping[str, Sequence[Key]]:
+    """Return the keys of each section, the keys without one first."""
+    order = ["", *dict.fromkeys(key.section for key in own if key.section)]
+    return {section: [key for key in own if key.section == section] for section in order}
+
+
+def _table(title: str, intro: str, own: Sequence[Key], column: str, read_by: Sequence[str]) -> str:
+    """Return a section with its table. Keys with one meaning share a row; readers of the whole section stand above."""
+    rows: dict[tuple[str, str], list[Key]] = {}
+    for key, readers in zip(own, read_by, strict=True):
+        rows.setdefault((key.meaning, readers), []).append(key)
+    is_same = len(set(read_by)) == 1
+    lines = [
+        [
+            ", ".join(f"`{key.name}`" for key in group),
+            ", ".join(dict.fromkeys(key.default for key in group)),
+            meaning,
+            readers,
+        ]
+        for (meaning, readers), group in rows.items()
+    ]
+    head = ["key", "default", "meaning", *([] if is_same else [column])]
+    cells = [head, *(line[: len(head)] for line in lines)]
+    table = [f"| {' | '.join(line)} |" for line in cells]
+    table.insert(1, f"|{'---|' * len(head)}")
+    above = f"{intro} Read by {read_by[0]}." if is_same and read_by[0] else intro
+    return "\n".join([title, "", fill(above, 100, break_long_words=False, break_on_hyphens=False), "", *table, ""])
+
+
 def _methods(key: Key) -> str:
-    """The methods that read a setting; all if its section makes no difference."""
-    read = READ_BY.get(key.section)
-    return "all" if read is None else ", ".join(method for method, names in read.items() if key.field.name in names)
+    """Return the methods that read a setting, or the few that do not; empty if its section makes no difference."""
+    if key.section not in READ_BY:
+        return ""
+    read = {method: key.field.name in names for method, names in READ_BY[key.section].items()}
+    others = [method for method, does in read.items() if not does]
+    if len(others) < len(read) / 2:
+        return f"all but {', '.join(others)}" if others else "all"
+    return ", ".join(method for method, does in read.items() if does)
 
 
 def _intro(config: type) -> str:
-    text = (inspect.getdoc(config) or "").partition("Attributes:")[0]
-    return fill(" ".join(text.split()), 100, break_long_words=False, break_on_hyphens=False)
+    """Return the first paragraph of a class in one line."""
+    return " ".join((inspect.getdoc(config) or "").partition("Attributes:")[0].split())

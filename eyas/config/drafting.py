@@ -91,11 +91,11 @@ class TreeConfig:
     """Shape of a dynamic draft tree.
 
     Attributes:
-        num_draft_tokens: maximum number of tree nodes, with the root.
-        num_steps: maximum number of levels below the root. 0 takes all tokens that a one-pass head proposes, as many as
-            there are nodes for lookups, 3 for `mtp` or one for each of more modules, and 5 for other methods. Of two methods
-            together the head keeps its own default.
-        top_k: number of nodes that each level expands, and of children per node.
+        num_draft_tokens: most tree nodes, with the root.
+        num_steps: most levels below the root. 0 takes all tokens that a one-pass head proposes, as many as there are nodes
+            for lookups, 3 for `mtp` or one for each of more modules, and 5 for other methods. Of two methods together the
+            head keeps its own default.
+        top_k: nodes that each level expands, and children per node.
     """
 
     num_draft_tokens: int = 24
@@ -112,10 +112,10 @@ class DraftAheadConfig:
     """Settings by which a draft service with an EAGLE head prepares the next trees while the target verifies.
 
     Attributes:
-        top_k: maximum number of nodes of a session that a pass runs, again or for the first time.
-        num_candidates: number of children kept for each node.
-        num_steps: maximum depth below the last committed token, including the tree under verification.
-        miss_steps: maximum number of levels of a tree on demand, whose commit was not foreseen.
+        top_k: most nodes of a session that a pass runs, again or for the first time.
+        num_candidates: children kept for each node.
+        num_steps: greatest depth below the last committed token, including the tree under verification.
+        miss_steps: most levels of a tree on demand, whose commit was not foreseen.
         mode: "auto" drafts ahead while sessions get more tokens per second that way, and tries it now and then. Empty is
             "auto" on a GPU, also an emulated one, and "never" on a CPU. The output is the same.
     """
@@ -137,22 +137,22 @@ class DraftingConfig:
     """Settings of every drafter that has a model: EAGLE, Medusa, Hydra and small draft models.
 
     Attributes:
-        max_kv_tokens: capacity of the draft KV cache in tokens, for all sessions. If it is full, the least recently used
-            session is evicted. 0 takes kv_cache_memory, or 65536 tokens if that is empty too.
+        max_kv_tokens: capacity of the draft KV cache, for all sessions. If it is full, the least recently used session is
+            evicted. 0 takes kv_cache_memory, or 65536 tokens if that is empty too.
         kv_cache_memory: size of the draft KV cache instead, such as 512MiB or 2GiB.
-        shared_noise: above temperature 0, rank children by draft probabilities perturbed with the target's own Gumbel
-            noise. Raises acceptance; the output is the same.
+        shared_noise: above temperature 0, rank children with the target's own Gumbel noise. Raises acceptance; the output is
+            the same.
         ranking_temperature: temperature of the ranking by draft logits: lower values trust the best children more, and make
-            trees deeper. 0 takes 0.6, above temperature 0.8 0.8 with shared noise and 1 without. 1 ranks by draft
-            probabilities, at temperature 0 as EAGLE-2 does.
-        proposal_top_k: number of most likely tokens from which a sampled proposal draws.
-        cuda_graphs: capture tree growth as CUDA graphs. No effect on other devices.
-        cuda_graph_max_batch: maximum number of sessions whose trees grow together, in one captured graph.
-        max_head_steps: maximum number of tree levels that the head grows; a combined method's other drafter may go
-            deeper. 0 takes tree.num_steps.
-        quantization: "fp8" rounds the weights of a draft head's linear layers to 8 bits when it is loaded, with a scale for
-            each output. Empty keeps them. The output is the same.
-        emulated_device: cost table of a device to emulate on the CPU, as `engine.emulated_device`; empty for none.
+            trees deeper. 0 takes 0.6; for requests above temperature 0.8 it takes 0.8; above 0 without shared noise 1. 1
+            ranks by draft probabilities, at temperature 0 as EAGLE-2 does.
+        proposal_top_k: likeliest tokens from which a sampled proposal draws.
+        cuda_graphs: capture tree growth as CUDA graphs.
+        cuda_graph_max_batch: most sessions whose trees grow together, in one captured graph.
+        max_head_steps: most tree levels that the head grows; a combined method's other drafter may go deeper. 0 takes
+            tree.num_steps.
+        quantization: "fp8" rounds the weights of a draft head's linear layers to 8 bits at load, with a scale for each
+            output. The output is the same.
+        emulated_device: cost table of a device to emulate on the CPU, as `engine.emulated_device`.
         draft_ahead: drafting between two commits. Only draft services do it.
     """
 
@@ -205,8 +205,8 @@ class MedusaConfig:
     """Medusa and Hydra.
 
     Attributes:
-        shape: "static" trees always have the same nodes; "dynamic" trees have the nodes with the best scores, as in EAGLE-2.
-        tree_choices: the static tree, as for EAGLE-1. Empty takes the most likely nodes within the limits of `tree`.
+        shape: "static" trees always have the same nodes, "dynamic" trees the nodes with the best scores, as in EAGLE-2.
+        tree_choices: the static tree, as for EAGLE-1. Empty takes the likeliest nodes within the limits of `tree`.
     """
 
     shape: TreeShape = "static"
@@ -223,7 +223,7 @@ class DraftModelConfig:
     """A small draft model (method sps).
 
     Attributes:
-        max_prefill_tokens: maximum number of tokens in one forward pass; longer prompts are prefilled in chunks.
+        max_prefill_tokens: most tokens in one forward pass; longer prompts are prefilled in chunks.
     """
 
     max_prefill_tokens: int = 512
@@ -239,9 +239,9 @@ class PromptLookupConfig:
     Attributes:
         max_ngram: longest match of the last tokens.
         min_ngram: shortest match.
-        max_matches: maximum number of occurrences in a tree.
-        max_cached_tokens: number of context tokens kept for all sessions, 200 to 400 bytes each, 1 KB without numba. The
-            least recently used session is evicted beyond it.
+        max_matches: most occurrences in a tree.
+        max_cached_tokens: context tokens kept for all sessions, 200 to 400 bytes each, 1 KB without numba. Beyond it the
+            least recently used session is evicted.
     """
 
     max_ngram: int = 6
@@ -261,11 +261,11 @@ class SuffixConfig:
     Attributes:
         max_ngram: longest match of the last tokens.
         min_ngram: shortest match.
-        max_matches: maximum number of occurrences in a tree.
-        max_cached_tokens: number of context tokens kept for all sessions, about 250 bytes each. The least recently used
-            session is evicted beyond it.
-        max_output_tokens: number of output tokens kept of ended sessions, of all tenants together. The oldest outputs of the
-            least recently used tenant are dropped beyond it.
+        max_matches: most occurrences in a tree.
+        max_cached_tokens: context tokens kept for all sessions, about 250 bytes each. Beyond it the least recently used
+            session is evicted.
+        max_output_tokens: output tokens kept of ended sessions, of all tenants together. Beyond it the oldest outputs of the
+            least recently used tenant are dropped.
     """
 
     max_ngram: int = 32
@@ -288,8 +288,8 @@ class RestConfig:
         datastore: folder written by `eyas datastore build`. Empty takes draft_model.
         max_ngram: longest match of the last tokens.
         min_ngram: shortest match.
-        max_matches: maximum number of occurrences in a tree.
-        max_sessions: number of sessions kept. The least recently used session is evicted beyond it.
+        max_matches: most occurrences in a tree.
+        max_sessions: sessions kept. Beyond it the least recently used one is evicted.
     """
 
     datastore: str = ""
@@ -308,11 +308,10 @@ class LookaheadConfig:
     """Lookahead decoding.
 
     Attributes:
-        window_size: number of columns of the Jacobi window.
+        window_size: columns of the Jacobi window.
         ngram_size: tokens of an n-gram; the window has ngram_size - 1 rows.
-        guess_set_size: maximum number of n-grams verified per step, and kept per first token.
-        max_cached_tokens: number of n-gram tokens kept for all sessions. The least recently used session is evicted
-            beyond it.
+        guess_set_size: most n-grams verified per step, and kept per first token.
+        max_cached_tokens: n-gram tokens kept for all sessions. Beyond it the least recently used session is evicted.
     """
 
     window_size: int = 4
@@ -332,7 +331,7 @@ class CombinedConfig:
 
     Attributes:
         min_share: share of the tree's draft tokens reserved for each drafter, in [0, 0.5]. The best scores get the rest.
-        max_sessions: number of sessions kept. The least recently used session is evicted beyond it.
+        max_sessions: sessions kept. Beyond it the least recently used one is evicted.
     """
 
     min_share: float = 0.125

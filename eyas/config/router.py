@@ -49,10 +49,10 @@ class ServedModel:
         aliases: further names that requests may give. Responses name the model by `name`.
         tokenizer: folder or hub id that has its tokenizer.json.
         chat_template: file with a Jinja chat template; empty takes the tokenizer's own, if it has one.
-        tool_call_parser: how the model writes calls of tools; auto finds it in the chat template, none reads no calls.
-        reasoning_parser: how it writes reasoning; auto and none likewise.
-        special_tokens_in_content: whether a name of a special token in the messages of a chat becomes this token ("token",
-            as in vLLM) or ordinary text ("text").
+        tool_call_parser: format of tool calls; auto finds it in the chat template, none reads no calls.
+        reasoning_parser: format of reasoning; auto and none likewise.
+        special_tokens_in_content: whether a special token's name in a chat's messages becomes this token ("token", as in
+            vLLM) or ordinary text ("text").
     """
 
     name: str
@@ -70,17 +70,17 @@ class HttpConfig:
 
     Attributes:
         host: address to listen on.
-        port: port to listen on; 0 takes a free port.
-        keepalive_interval_s: seconds of silence in a stream of events after which the client gets a comment.
+        port: port to listen on; 0 takes a free one.
+        keepalive_interval_s: silence in a stream of events after which the client gets a comment.
         operations_host: address of the operations port.
         operations_port: port of /metrics, /health, /openapi.json and /docs, and of probes, without TLS; 0 takes a free one.
             null serves them on `port`. On Ray it only removes them there.
-        cors_allow_origins: origins whose pages may use the API in browsers, such as https://example.org; "*" allows all.
-            A "*" at the end stands for any port, as in http://localhost:*. Empty sends no CORS headers. `eyas serve` allows
-            pages of this machine while it listens on a loopback address.
-        unknown_fields: what becomes of fields of a body that neither Eyas nor another server knows: "refuse" answers 400,
-            "ignore" leaves them out and logs each name once. Misspelt names of known fields are always refused.
-        playground: serve the playground, a page for browsers, at /.
+        cors_allow_origins: origins whose pages may use the API in browsers, such as https://example.org; "*" allows all, and
+            at the end any port, as in http://localhost:*. Empty sends no CORS headers. `eyas serve` allows pages of this
+            machine while it listens on a loopback address.
+        unknown_fields: for fields of a body that neither Eyas nor another server knows: "refuse" answers 400, "ignore"
+            leaves them out and logs each name once. Misspelt names of known fields are always refused.
+        playground: serve the playground at /.
     """
 
     host: str = "127.0.0.1"
@@ -103,7 +103,7 @@ class ApiKeysConfig:
     """Accepted API keys. Without any, requests need no key.
 
     Attributes:
-        env: name of an environment variable with keys, separated by commas.
+        env: environment variable with keys, separated by commas.
         file: YAML or JSON file of hashed keys with names and limits, or a file with one key per line. Read again when it
             changes.
         max_priority: highest priority of requests, for keys that have no max_priority of their own.
@@ -137,22 +137,22 @@ class TlsConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """Limits of what clients of the router may hold: memory, connections and time. Both servers keep them.
+    """Most of what clients of the router may hold and take. Both servers keep these limits.
 
     Attributes:
-        max_request_bytes: maximum size of an HTTP body or gRPC message.
-        max_request_values: maximum number of values in an HTTP body. Each token id of a prompt is one.
-        max_pending_bytes: bytes that all unfinished requests may hold together: bodies, and output that is kept to be
-            sent whole. An API key, or an address without keys, may hold as much as it leaves free.
-        max_header_bytes: maximum size of a request's headers or metadata.
-        max_connections: maximum number of connections to each server, TLS handshakes included.
-        max_connections_per_peer: maximum number of connections to each server from one IPv4 address or IPv6 network of 64
-            bits. Those beyond it are refused by HTTP, and closed by gRPC within a second.
-        max_concurrent_streams: maximum number of calls on one gRPC connection.
-        header_timeout_s: seconds until a TLS handshake, and the headers of a request, must be complete; of a gRPC message,
+        max_request_bytes: size of an HTTP body or gRPC message.
+        max_request_values: values in an HTTP body. Each token id of a prompt is one.
+        max_pending_bytes: bytes that all unfinished requests may hold together: bodies, and output that is kept to be sent
+            whole. An API key, or an address without keys, may hold as much as it leaves free.
+        max_header_bytes: size of a request's headers or metadata.
+        max_connections: connections to each server, TLS handshakes included.
+        max_connections_per_peer: connections to each server from one IPv4 address or IPv6 network of 64 bits. Those beyond
+            it are refused by HTTP, and closed by gRPC within a second.
+        max_concurrent_streams: calls on one gRPC connection.
+        header_timeout_s: time until a TLS handshake, and the headers of a request, must be complete; of a gRPC message,
             while other calls wait to be read.
-        body_timeout_s: seconds until its body must be complete.
-        idle_timeout_s: seconds after which a connection without a request is closed.
+        body_timeout_s: time until its body must be complete.
+        idle_timeout_s: time after which a connection without a request is closed.
     """
 
     max_request_bytes: int = 16 * 2**20
@@ -173,7 +173,7 @@ class LimitsConfig:
 
 @dataclass(frozen=True)
 class RoutingConfig:
-    """Choice of verifier and drafter for a request: the highest score wins. Weights multiply shares in [0, 1].
+    """Choice of verifier and drafter: the highest score wins. Weights multiply shares in [0, 1].
 
     Attributes:
         session_weight: the verifier served the session's last request.
@@ -184,8 +184,8 @@ class RoutingConfig:
         hash_weight: rendezvous hash of the session, which survives a restart of the router.
         drafter_weight: a fitting drafter is idle.
         zone_weight: the verifier is in the router's zone; the drafter is in the verifier's zone.
-        load_factor: maximum load of a worker as a multiple of the mean, at least 1; other workers come first beyond it.
-        min_bound: number of requests up to which load_factor does not apply.
+        load_factor: highest load of a worker as a multiple of the mean, at least 1; beyond it other workers come first.
+        min_bound: requests up to which load_factor does not apply.
     """
 
     session_weight: float = 4.0
@@ -210,10 +210,10 @@ class OutlierDetectionConfig:
     """Rules by which the router avoids a failing worker. Names follow Envoy.
 
     Attributes:
-        consecutive_failures: number of failed requests in a row that eject a worker.
-        base_ejection_time_s: seconds of the first ejection; each further one takes twice as long.
-        max_ejection_time_s: maximum seconds of an ejection.
-        stuck_step_timeout_s: seconds after which a verifier's step counts as stuck. Its requests move to others.
+        consecutive_failures: failed requests in a row that eject a worker.
+        base_ejection_time_s: time of the first ejection; each further one takes twice as long.
+        max_ejection_time_s: longest ejection.
+        stuck_step_timeout_s: time after which a verifier's step counts as stuck. Its requests move to others.
     """
 
     consecutive_failures: int = 1
@@ -232,12 +232,12 @@ class RetryConfig:
     """Rules by which a request goes on when its verifier fails. A token received restarts the count and the budget.
 
     Attributes:
-        max_attempts: number of failed attempts in a row that end a request.
-        budget_s: maximum seconds that a request waits in a row, for a verifier to appear or for the next attempt.
-        cooldown_s: seconds for which a request avoids a verifier that failed it, as long as another one is left.
-        initial_backoff_s: seconds before the first repeated attempt on one verifier; doubles with each failed attempt. A
-            random share of up to one half is subtracted. A verifier that has not failed the request is tried at once.
-        max_backoff_s: maximum seconds between two attempts.
+        max_attempts: failed attempts in a row that end a request.
+        budget_s: longest wait of a request in a row, for a verifier to appear or for the next attempt.
+        cooldown_s: time for which a request avoids a verifier that failed it, as long as another one is left.
+        initial_backoff_s: wait before the first repeated attempt on one verifier; doubles with each failed attempt. A random
+            share of up to one half is subtracted. A verifier that has not failed the request is tried at once.
+        max_backoff_s: longest wait between two attempts.
     """
 
     max_attempts: int = 5
@@ -259,11 +259,11 @@ class RouterConfig(ServiceConfig):
 
     Attributes:
         models: the served models.
-        request_timeout_s: maximum seconds of a request without a deadline of its own.
-        stall_timeout_s: maximum seconds between two chunks of a verifier; then the request moves to another verifier.
+        request_timeout_s: longest request without a deadline of its own.
+        stall_timeout_s: longest gap between two chunks of a verifier; then the request moves to another one.
         ready_without_verifiers: answer /ready with 200 before a first verifier is found. `eyas serve` sets false.
-        stuck_loop_exit_timeout_s: seconds after which an event loop that does not run, or an interpreter that is held, ends
-            the process, so that its supervisor starts another one.
+        stuck_loop_exit_timeout_s: time after which an event loop that does not run, or an interpreter that is held, ends the
+            process, so that its supervisor starts another one.
         server: gRPC server; http: HTTP server; api_keys, tls and limits apply to both.
     """
 

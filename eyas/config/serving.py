@@ -31,10 +31,10 @@ class ServerConfig:
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
         advertise_host: host name or address under which other services reach this one; empty takes host.
-        shutdown_delay_s: seconds between the withdrawal from discovery and the end of new calls.
-        graceful_shutdown_timeout_s: seconds that running calls may take after that.
-        zone: availability zone; routers prefer workers in their own. May be empty.
-        reflection: answer gRPC server reflection, which lists all methods and messages, as grpcurl needs it.
+        shutdown_delay_s: time between the withdrawal from discovery and the end of new calls.
+        graceful_shutdown_timeout_s: time that running calls may take after that.
+        zone: availability zone; routers prefer workers in their own.
+        reflection: answer gRPC server reflection, as grpcurl needs it.
     """
 
     host: str = "127.0.0.1"
@@ -55,19 +55,19 @@ class PeersConfig:
     """Connections between router, verifiers and draft services. Changed files are read again without a restart.
 
     Attributes:
-        keepalive_interval_s: seconds between HTTP/2 keepalive pings.
-        keepalive_timeout_s: seconds to wait for the answer to a ping. Then the connection is closed, and its requests move
-            to another worker.
+        keepalive_interval_s: time between HTTP/2 keepalive pings.
+        keepalive_timeout_s: wait for the answer to a ping. Then the connection is closed, and its requests move to another
+            worker.
         cert_file: PEM file with this service's certificate chain. Empty disables TLS.
-        key_file: PEM file with the certificate's private key.
-        ca_file: PEM file with the CA certificates that sign the certificates of other services.
+        key_file: PEM file with its private key.
+        ca_file: PEM file with the CA certificates that sign other services' certificates.
         tls_server_name: DNS name expected in the certificates of workers; empty expects the host of the address.
         require_client_cert: workers require client certificates signed by the CA (mTLS).
-        allowed_names: a client certificate must have one of these names, as DNS name, URI or common name. Empty accepts
-            every certificate that the CA signed.
-        token_file: file with the token that all services share. Workers then refuse calls without it, and leases are
-            signed with it. One token per line: the first is sent, all are accepted.
-        token_env: name of an environment variable with the token, instead of token_file; commas separate several.
+        allowed_names: names that a client certificate may have, as DNS name, URI or common name. Empty accepts every
+            certificate that the CA signed.
+        token_file: file with the token that all services share. Workers then refuse calls without it, and leases are signed
+            with it. One token per line: the first is sent, all are accepted.
+        token_env: environment variable with the token instead; commas separate several.
     """
 
     keepalive_interval_s: float = 2.0
@@ -101,8 +101,8 @@ class RegistryConfig:
 
     Attributes:
         url: URL of Redis. May be empty if discovery needs none; each router then keeps placements to itself.
-        ttl_s: seconds after which a lease without heartbeat expires.
-        heartbeat_interval_s: seconds between heartbeats, below ttl_s.
+        ttl_s: time after which a lease without heartbeat expires.
+        heartbeat_interval_s: time between heartbeats, below ttl_s.
         prefix: first part of all keys. Deployments with different prefixes share a Redis and do not see each other.
     """
 
@@ -129,7 +129,7 @@ class KubernetesConfig:
         verifier_selector: label selector of the verifiers' EndpointSlices.
         draft_selector: label selector of the draft services' EndpointSlices.
         port_name: name of the Service's gRPC port.
-        resync_interval_s: seconds between full lists, besides the watch.
+        resync_interval_s: time between full lists, besides the watch.
     """
 
     api_server: str = ""
@@ -148,13 +148,13 @@ class DiscoveryConfig:
     """Source of the live workers.
 
     Attributes:
-        kind: "redis" reads leases from the registry; "static" probes the workers listed here; "kubernetes" probes the
-            workers in EndpointSlices.
+        kind: "redis" reads leases from the registry, "static" probes the workers listed here, "kubernetes" those in
+            EndpointSlices.
         verifiers: host:port of each verifier, for "static".
         drafters: host:port of each draft service, for "static".
-        probe_interval_s: seconds between probes of a worker.
-        probe_timeout_s: seconds to wait for the answer to a probe.
-        stale_after_s: seconds without an answer after which a worker counts as gone.
+        probe_interval_s: time between probes of a worker.
+        probe_timeout_s: wait for the answer to a probe.
+        stale_after_s: time without an answer after which a worker counts as gone.
         kubernetes: settings of "kubernetes".
     """
 
@@ -215,8 +215,8 @@ class WorkerConfig(ServiceConfig):
     """Settings that verifier and draft service share.
 
     Attributes:
-        threads: number of CPU threads of torch; 0 takes what `eyas.device.placement.use_threads` says.
-        stuck_step_exit_timeout_s: seconds after which an interpreter that is held, or a verifier's step that has not ended,
+        threads: CPU threads of torch; 0 takes what `eyas.device.placement.use_threads` says.
+        stuck_step_exit_timeout_s: time after which an interpreter that is held, or a verifier's step that has not ended,
             ends the process, so that its supervisor starts another one.
     """
 
@@ -241,10 +241,10 @@ class DraftClientConfig:
     """The verifier's client of draft services.
 
     Attributes:
-        draft_timeout_s: maximum seconds that a step waits for its trees. It drops later ones and decodes plainly.
-        breaker_max_failures: number of failed or late replies in a row that open the circuit breaker.
-        breaker_reset_s: seconds until the open circuit breaker tries again. Doubles with each failed try, up to 10 s.
-        max_message_tokens: maximum number of feature rows in one message.
+        draft_timeout_s: longest wait of a step for its trees. It drops later ones and decodes plainly.
+        breaker_max_failures: failed or late replies in a row that open the circuit breaker.
+        breaker_reset_s: time until the open circuit breaker tries again. Doubles with each failed try, up to 10 s.
+        max_message_tokens: most feature rows in one message.
     """
 
     draft_timeout_s: float = 0.1
@@ -268,19 +268,19 @@ class VerifierConfig(WorkerConfig):
         draft_model: folder or hub id of the draft head, which fuses the features that the verifier sends.
         method: drafting method that needs these features, such as "eagle3". Empty takes the one that draft_model is for, and
             "none" without one. "none" accepts no drafts. With any other method, drafters that need no features work too.
-        draft_placement: "auto" runs lookups, which need no model, in the verifier: they take less time than a message.
-            "service" takes their drafts from draft services too. Other methods always do.
+        draft_placement: "auto" runs lookups, which need no model, in the verifier. "service" takes their drafts from draft
+            services too, as those of other methods always are.
         methods: settings of the lookups that run in the verifier.
         validate_head: "auto" tests at startup that the head's guesses are better than chance, and rejects it otherwise.
-        dtype: of the weights. "auto" takes the checkpoint's own on CUDA, and float32 on the CPU. A CPU multiplies weights of
+        dtype: of the weights. "auto" takes the checkpoint's own on CUDA, and float32 on a CPU. A CPU multiplies weights of
             half precision in float32, unless it has matrix units for them.
         device: "auto" takes CUDA if there is a GPU.
         tree: shape of draft trees; drafter and verifier should agree.
-        max_pending_bytes: bytes of output that routers have not read yet, of all requests together. A request may hold as
-            many as are free. The router sends one that held more again, from the token that its client has reached.
-        generation_config: where requests get the sampling parameters that they do not name. "auto" takes those of the
-            model's generation_config.json; "vllm" and "none" take neutral ones.
-        stuck_step_timeout_s: seconds after which a step that has not ended fails all requests and makes health NOT_SERVING.
+        max_pending_bytes: output that routers have not read yet, of all requests together. A request may hold as many bytes
+            as are free. The router sends one that held more again, from the token that its client has reached.
+        generation_config: where requests get the sampling parameters that they do not name. "auto" takes the model's
+            generation_config.json; "vllm" and "none" take neutral values.
+        stuck_step_timeout_s: time after which a step that has not ended fails all requests and makes health NOT_SERVING.
     """
 
     served_model_name: str
@@ -353,10 +353,10 @@ class DraftQueueConfig:
     """Limits of a drafter's queue. What exceeds those of a verifier's stream is refused and decodes without drafts.
 
     Attributes:
-        max_sessions: maximum number of sessions of a stream, and of commits in a request.
-        max_pending_tokens: maximum number of new tokens that wait in the queue of a stream.
-        max_batch_size: maximum number of sessions in a batch. Batches take from all streams in turn.
-        max_batch_tokens: number of new tokens after which a batch is full.
+        max_sessions: most sessions of a stream, and commits in a request.
+        max_pending_tokens: most new tokens that wait in the queue of a stream.
+        max_batch_size: most sessions in a batch. Batches take from all streams in turn.
+        max_batch_tokens: new tokens after which a batch is full.
     """
 
     max_sessions: int = 1024

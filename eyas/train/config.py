@@ -92,16 +92,16 @@ class HeadConfig:
 
     Attributes:
         num_hidden_layers: decoder layers. 0: 5 for block heads, 4 for P-EAGLE, 1 for EAGLE, 2 for a draft model.
-        hidden_size: width of a draft model, by default half of the target's; heads have the target's width.
-        init_layers: layers of the target, from 0, whose copies a draft model has as its own, with the target's embedding and
-            output layer, which stay as they are. Empty makes a Llama with random weights.
+        hidden_size: width of a draft model, by default half of the target's. Heads have the target's width.
+        init_layers: layers of the target, from 0, that a draft model copies, with the target's embedding and output layer,
+            which stay as they are. Empty makes a Llama with random weights.
         tie_word_embeddings: whether a draft model's output layer is its embedding.
         intermediate_size: width of the MLPs.
         num_attention_heads, num_key_value_heads, head_dim: of attention.
         target_layer_ids: layers of the target whose *outputs* are features; evenly spaced by default.
         block_size: rows of a block; DSpark proposes as many tokens, DFlash one fewer.
-        mask_token_id: token of the rows after the anchor, which the data must not hold; -1 takes the one that
-            `eyas train prepare` found.
+        mask_token_id: token of the rows after the anchor, which the data must not hold; -1 takes the one that `eyas train
+            prepare` found.
         markov_rank: rank of DSpark's Markov head; 0 for none.
         markov_head_type: vanilla, gated or rnn.
         enable_confidence_head: give DSpark a head that predicts whether each token will be accepted.
@@ -145,11 +145,11 @@ class LossConfig:
     """Loss that is minimised.
 
     Attributes:
-        loss_type: kl: forward KL to the target's distribution; ce: its likeliest token; tv: half the L1
-            distance; lk: minus the log of the acceptance under p/q; lk_hybrid: KL and TV mixed by the acceptance;
-            next_token: the next token of the data, for draft models alone. The target does not run then.
+        loss_type: kl: forward KL to the target's distribution; ce: its likeliest token; tv: half the L1 distance; lk: minus
+            the log of the acceptance under p/q; lk_hybrid: KL and TV mixed by the acceptance; next_token: the next token of
+            the data, for draft models alone, without the target.
         vocab_size: most frequent tokens over which EAGLE-1 and draft models are compared with the target; 0 takes all, -1 as
-            many as cover 99.5 % of the supervised tokens. They draft all tokens all the same.
+            many as cover 99.5 % of the supervised tokens. They still draft all tokens.
         final_loss_type: loss of the last steps, such as lk_hybrid for sampled chains; empty keeps loss_type.
         final_loss_ratio: share of the steps that have it.
         loss_decay: weights by depth: exponential (loss_decay_gamma), dpace (dpace_alpha) or none.
