@@ -1,6 +1,6 @@
-"""The tables of docs/configuration.md: every key of the services and of `eyas train run`, from the dataclasses.
+"""The lists of docs/configuration.md: every key of the services and of `eyas train run`, from the dataclasses.
 
-A row's meaning is the field's line under "Attributes:" of its class; a table's first sentence is the class's own docstring.
+A meaning is the field's line under "Attributes:" of its class; a section's first sentence is the class's own docstring.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ DESCRIBED = {"methods.eagle1.tree_choices": "the published tree"}
 # Methods that read a setting of `eyas train run`, by section.
 READ_BY = {"head": HEAD_SETTINGS, "loss": LOSS_SETTINGS}
 TRAINING = (
-    "The YAML file of [`eyas train run`](training.md). A setting is an error where its last column does\n"
-    "not name the method."
+    "The YAML file of [`eyas train run`](training.md). Brackets hold the default, and the methods that\n"
+    "read a setting where they differ; elsewhere it is an error."
 )
+CODE = re.compile(r"`[^`]*`")
 ENTRY = re.compile(r"^ {4}(\w+(?:, \w+)*): (.*)$")
 
 
@@ -84,12 +85,12 @@ def meanings(config: type) -> Mapping[str, str]:
             found |= dict.fromkeys(names, entry[2])
         elif line.strip():
             found |= {name: f"{found[name]} {line.strip()}" for name in names}
-    return {name: _cell(meaning) for name, meaning in found.items()}
+    return {name: _entry(meaning) for name, meaning in found.items()}
 
 
-def _cell(text: str) -> str:
-    """The text as a cell of a table: no pipes, no full stop at the end."""
-    return text.replace("|", "\\|").removesuffix(".")
+def _entry(text: str) -> str:
+    """The text without a full stop at the end."""
+    return text.removesuffix(".")
 
 
 def keys(config: type, prefix: str = "") -> Iterator[Key]:
@@ -116,23 +117,23 @@ def service_keys() -> list[Key]:
     return list(found.values())
 
 
-def service_tables() -> str:
-    """Return a table for each section of the services' configuration."""
-    tables = []
+def service_lists() -> str:
+    """Return a list for each section of the services' configuration."""
+    lists = []
     for section, own in _by_section(service_keys()).items():
         read_by = [", ".join(key.services) for key in own]
         if section:
             config = get_type_hints(SERVICES[own[0].services[0]])[section]
-            tables.append(_table(f"## {section}", _intro(config), own, "services", read_by))
+            lists.append(_entries(f"## {section}", _intro(config), own, read_by))
         else:
-            tables.append(_table("## Models", "Settings without a section.", own, "services", read_by))
-    return "\n".join(tables)
+            lists.append(_entries("## Models", "Settings without a section.", own, read_by))
+    return "\n".join(lists)
 
 
-def train_tables() -> str:
-    """Return a table for each section of `eyas train run`'s configuration."""
+def train_lists() -> str:
+    """Return a list for each section of `eyas train run`'s configuration."""
     return "\n".join(
-        _table(f"### {section or 'Run'}", _intro(own[0].config), own, "methods", [_methods(key) for key in own])
+        _entries(f"### {section or 'Run'}", _intro(own[0].config), own, [_methods(key) for key in own])
         for section, own in _by_section(list(keys(TrainConfig))).items()
     )
 
@@ -143,27 +144,25 @@ def _by_section(own: Sequence[Key]) -> Mapping[str, Sequence[Key]]:
     return {section: [key for key in own if key.section == section] for section in order}
 
 
-def _table(title: str, intro: str, own: Sequence[Key], column: str, read_by: Sequence[str]) -> str:
-    """Return a section with its table. Keys with one meaning share a row; readers of the whole section stand above."""
-    rows: dict[tuple[str, str], list[Key]] = {}
+def _entries(title: str, intro: str, own: Sequence[Key], read_by: Sequence[str]) -> str:
+    """Return a section with an entry for each meaning: keys, defaults, and their readers where the section has several."""
+    entries: dict[tuple[str, str], list[Key]] = {}
     for key, readers in zip(own, read_by, strict=True):
-        rows.setdefault((key.meaning, readers), []).append(key)
+        entries.setdefault((key.meaning, readers), []).append(key)
     is_same = len(set(read_by)) == 1
-    lines = [
-        [
-            ", ".join(f"`{key.name}`" for key in group),
-            ", ".join(dict.fromkeys(key.default for key in group)),
-            meaning,
-            readers,
-        ]
-        for (meaning, readers), group in rows.items()
-    ]
-    head = ["key", "default", "meaning", *([] if is_same else [column])]
-    cells = [head, *(line[: len(head)] for line in lines)]
-    table = [f"| {' | '.join(line)} |" for line in cells]
-    table.insert(1, f"|{'---|' * len(head)}")
     above = f"{intro} Read by {read_by[0]}." if is_same and read_by[0] else intro
-    return "\n".join([title, "", fill(above, 100, break_long_words=False, break_on_hyphens=False), "", *table, ""])
+    lines = [
+        f"- {', '.join(f'`{key.name}`' for key in group)} "
+        f"({', '.join(alike([key.default for key in group]))}{'' if is_same else f'; {readers}'}): {meaning}"
+        for (meaning, readers), group in entries.items()
+    ]
+    return "\n".join([title, "", filled(above), "", *(filled(line, "  ") for line in lines), ""])
+
+
+def filled(text: str, indent: str = "") -> str:
+    """Return the text in lines of at most 100 columns, unbroken within code."""
+    held = CODE.sub(lambda code: code[0].replace(" ", "\0"), text)
+    return fill(held, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False).replace("\0", " ")
 
 
 def _methods(key: Key) -> str:

@@ -20,7 +20,7 @@ RULED_OUT = re.compile(
     r"(?:\b|_)",
     re.IGNORECASE,
 )
-WRITTEN_BY_PROGRAMS = ("benchmarks/results/", "deploy/helm/README.md", "tests/clients/README.md")
+WRITTEN_BY_PROGRAMS = ("benchmarks/results/", "tests/clients/README.md")
 TEXTS_OF_MODELS = "eyas/models/heads/validation.txt"
 
 

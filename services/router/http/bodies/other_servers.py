@@ -1,7 +1,7 @@
 """Fields of bodies as other servers name them: llama.cpp, Ollama, TGI, vLLM, SGLang, OpenRouter and clients of theirs.
 
 `translated` gives what has a counterpart here its name here. `IGNORED` has the others: they are left out, and logged once.
-To add a field, add it to one of the tables; docs/http.md lists them, which `make chart` writes.
+To add a field, add it to one of the tables; `make chart` writes all but `IGNORED` to docs/http.md.
 """
 
 from __future__ import annotations
