@@ -1,6 +1,6 @@
 """The table of values that Eyas reads from a checkpoint's JSON files, with their ranges; and the reading of such a file.
 
-docs/models.md shows the table. A value outside its range is an error of one line, with file, key and value.
+A value outside its range is an error of one line, with file, key and value.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,6 @@ import torch
 from eyas.api import validation
 from eyas.cache.kv_cache import KVShape, bytes_per_slot
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig
-from eyas.config.file_values import HEAD_VALUES, MODEL_VALUES, ROPE_VALUES, TOKENIZER_VALUES, FileValue
 from eyas.drafters.registry import METHODS
 from eyas.models.backends.attention_metadata import FIXED_PART, Tiling
 from eyas.models.backends.pass_memory import WORKSPACES, PassSizes, graph_bytes, launched_bytes
@@ -184,15 +183,3 @@ def test_slots_on_the_page_of_llama_are_computed() -> None:
     for free, kept, tokens in rows:
         assert float(kept) == pytest.approx(0.85 * (float(free) - reserved / 2**30), abs=0.06)
         assert int(tokens.replace(",", "")) == pytest.approx(float(kept) * 2**30 / slot, rel=0.02)
-
-
-TABLES = {"models": MODEL_VALUES, "RoPE": ROPE_VALUES, "heads": HEAD_VALUES, "tokenizers": TOKENIZER_VALUES}
-
-
-@pytest.mark.parametrize("values", TABLES.values(), ids=TABLES.keys())
-def test_the_page_of_checkpoints_has_the_table_of_the_code(values: Mapping[str, FileValue]) -> None:
-    by_range: dict[str, list[str]] = {}
-    for key, known in values.items():
-        by_range.setdefault(str(known), []).append(f"`{key}`")
-    rows = [f"| {', '.join(names)} | {known} |" for known, names in by_range.items()]
-    assert "\n".join(["| key | must be |", "|---|---|", *rows]) in (DOCS / "models.md").read_text()
