@@ -117,7 +117,7 @@ class DraftAheadConfig:
         num_steps: greatest depth below the last committed token, including the tree under verification.
         miss_steps: most levels of a tree on demand, whose commit was not foreseen.
         mode: "auto" drafts ahead while sessions get more tokens per second that way, and tries it now and then. Empty is
-            "auto" on a GPU, also an emulated one, and "never" on a CPU. The output is the same.
+            "auto" on a GPU, also an emulated one, and "never" on a CPU.
     """
 
     top_k: int = 128
@@ -140,18 +140,17 @@ class DraftingConfig:
         max_kv_tokens: capacity of the draft KV cache, for all sessions. If it is full, the least recently used session is
             evicted. 0 takes kv_cache_memory, or 65536 tokens if that is empty too.
         kv_cache_memory: size of the draft KV cache instead, such as 512MiB or 2GiB.
-        shared_noise: above temperature 0, rank children with the target's own Gumbel noise. Raises acceptance; the output is
-            the same.
+        shared_noise: above temperature 0, rank children with the target's own Gumbel noise, which raises acceptance.
         ranking_temperature: temperature of the ranking by draft logits: lower values trust the best children more, and make
-            trees deeper. 0 takes 0.6; for requests above temperature 0.8 it takes 0.8; above 0 without shared noise 1. 1
-            ranks by draft probabilities, at temperature 0 as EAGLE-2 does.
+            trees deeper. 0 takes 0.6; for requests above temperature 0.8 0.8, above 0 without shared noise 1. 1 ranks by
+            draft probabilities, at temperature 0 as EAGLE-2 does.
         proposal_top_k: likeliest tokens from which a sampled proposal draws.
         cuda_graphs: capture tree growth as CUDA graphs.
         cuda_graph_max_batch: most sessions whose trees grow together, in one captured graph.
         max_head_steps: most tree levels that the head grows; a combined method's other drafter may go deeper. 0 takes
             tree.num_steps.
         quantization: "fp8" rounds the weights of a draft head's linear layers to 8 bits at load, with a scale for each
-            output. The output is the same.
+            output.
         emulated_device: cost table of a device to emulate on the CPU, as `engine.emulated_device`.
         draft_ahead: drafting between two commits. Only draft services do it.
     """

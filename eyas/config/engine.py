@@ -26,30 +26,28 @@ class EngineConfig:
         gpu_memory_utilization: share, in (0, 1], of the memory left after loading the weights that the KV cache takes if
             max_kv_tokens is 0. On CUDA, memory of forward passes and CUDA graphs is subtracted first.
         kv_cache_dtype: type of keys and values. "auto" is the model's; "fp8", which is "fp8_e4m3", and "fp8_e5m2" take 8
-            bits: twice the tokens in the same memory, at some loss of accuracy.
+            bits.
         max_num_seqs: most sequences in a step.
         max_queued_requests: most waiting requests, besides those that can start at once.
         max_prefill_tokens: most prompt tokens in a step; longer prompts are prefilled in chunks.
         max_verify_tokens: most tree nodes in a step. With a share below 2 a sequence decodes plainly.
         max_model_len: most tokens of prompt and output together. 0 takes the model's own limit; more is refused.
         deterministic: logits depend only on the tokens before them, not on the batch. Unless kernels give that, every
-            sequence runs by itself, in passes of a fixed number of rows. See docs/sampling.md.
+            sequence runs by itself.
         cuda_graphs: capture forward passes as CUDA graphs at startup.
-        acceptance: "match" accepts a draft token if it equals the target's own sample: output equals plain decoding.
-            "rejection" is rejection sampling above temperature 0: output has the target's distribution. It needs a drafter
-            that samples.
+        acceptance: "match" accepts a draft token if it equals the target's own sample. "rejection" is rejection sampling
+            above temperature 0; it needs a drafter that samples.
         draft_budget: size of draft trees. "auto", or "adaptive", takes the size, possibly none, with the most tokens per
-            second by measured costs and acceptance. "fixed" takes the largest that max_verify_tokens allows. `tree` limits
-            both. The output is the same; under "rejection" its distribution is, and a seed repeats tokens only with "fixed".
+            second by measured costs and acceptance, "fixed" the largest that max_verify_tokens allows. `tree` limits both.
+            The output is the same; under "rejection" its distribution is, and a seed repeats tokens only with "fixed".
         prefix_cache: keep the KV cache of finished requests for later ones with the same prefix.
         session_cache_ttl_s: time after its last request for which the prefix cache prefers a conversation's tokens.
         priority_aging_s: waiting time that counts as one step of priority.
-        emulated_device: cost table of a device to emulate on the CPU: a JSON file, or a preset MODEL@GPU. See docs/split.md.
-        tensor_parallel_size: processes that share the target's weights and KV cache. It must divide the number of attention
-            heads, and divide the number of key-value heads or be a multiple of it.
-        quantization: how the checkpoint's weights are quantised, as its config.json says it. Another checkpoint is refused.
-            "int8" rounds plain weights to 8 bits on a CPU, with a scale for each 16 inputs: see docs/models.md. Empty takes
-            any.
+        emulated_device: cost table of a device to emulate on the CPU: a JSON file, or a preset MODEL@GPU.
+        tensor_parallel_size: processes that share the target's weights and KV cache. It must divide the attention heads, and
+            divide the key-value heads or be a multiple of their number.
+        quantization: how the checkpoint's weights are quantised; another checkpoint is refused. "int8" rounds plain weights
+            to 8 bits on a CPU, with a scale for each 16 inputs. Empty takes any.
         json_whitespace_pattern: regular expression of the whitespace between the parts of JSON, for structured outputs that
             name none. Empty makes JSON compact, "[ \\t\\r\\n]*" sets no limit.
         layer_threads: threads that share a pass of several rows on the CPU, where kernels run its layers (torch has one

@@ -76,10 +76,9 @@ class HttpConfig:
         operations_port: port of /metrics, /health, /openapi.json and /docs, and of probes, without TLS; 0 takes a free one.
             null serves them on `port`. On Ray it only removes them there.
         cors_allow_origins: origins whose pages may use the API in browsers, such as https://example.org; "*" allows all, and
-            at the end any port, as in http://localhost:*. Empty sends no CORS headers. `eyas serve` allows pages of this
-            machine while it listens on a loopback address.
-        unknown_fields: for fields of a body that neither Eyas nor another server knows: "refuse" answers 400, "ignore"
-            leaves them out and logs each name once. Misspelt names of known fields are always refused.
+            at the end any port, as in http://localhost:*. Empty sends no CORS headers.
+        unknown_fields: for fields that neither Eyas nor another server knows: "refuse" answers 400, "ignore" leaves them out
+            and logs each name once. Misspelt names of known fields are always refused.
         playground: serve the playground at /.
     """
 
@@ -235,8 +234,8 @@ class RetryConfig:
         max_attempts: failed attempts in a row that end a request.
         budget_s: longest wait of a request in a row, for a verifier to appear or for the next attempt.
         cooldown_s: time for which a request avoids a verifier that failed it, as long as another one is left.
-        initial_backoff_s: wait before the first repeated attempt on one verifier; doubles with each failed attempt. A random
-            share of up to one half is subtracted. A verifier that has not failed the request is tried at once.
+        initial_backoff_s: wait before the first repeated attempt on one verifier; doubles with each failed attempt, less a
+            random share of up to one half. A verifier that has not failed the request is tried at once.
         max_backoff_s: longest wait between two attempts.
     """
 
@@ -263,7 +262,7 @@ class RouterConfig(ServiceConfig):
         stall_timeout_s: longest gap between two chunks of a verifier; then the request moves to another one.
         ready_without_verifiers: answer /ready with 200 before a first verifier is found. `eyas serve` sets false.
         stuck_loop_exit_timeout_s: time after which an event loop that does not run, or an interpreter that is held, ends the
-            process, so that its supervisor starts another one.
+            process.
         server: gRPC server; http: HTTP server; api_keys, tls and limits apply to both.
     """
 

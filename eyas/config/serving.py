@@ -65,8 +65,8 @@ class PeersConfig:
         require_client_cert: workers require client certificates signed by the CA (mTLS).
         allowed_names: names that a client certificate may have, as DNS name, URI or common name. Empty accepts every
             certificate that the CA signed.
-        token_file: file with the token that all services share. Workers then refuse calls without it, and leases are signed
-            with it. One token per line: the first is sent, all are accepted.
+        token_file: file with the token that all services share: workers refuse calls without it, and it signs leases. One
+            token per line: the first is sent, all are accepted.
         token_env: environment variable with the token instead; commas separate several.
     """
 
@@ -217,7 +217,7 @@ class WorkerConfig(ServiceConfig):
     Attributes:
         threads: CPU threads of torch; 0 takes what `eyas.device.placement.use_threads` says.
         stuck_step_exit_timeout_s: time after which an interpreter that is held, or a verifier's step that has not ended,
-            ends the process, so that its supervisor starts another one.
+            ends the process.
     """
 
     threads: int = 0
@@ -267,17 +267,17 @@ class VerifierConfig(WorkerConfig):
         model: folder or hub id of the target.
         draft_model: folder or hub id of the draft head, which fuses the features that the verifier sends.
         method: drafting method that needs these features, such as "eagle3". Empty takes the one that draft_model is for, and
-            "none" without one. "none" accepts no drafts. With any other method, drafters that need no features work too.
+            "none", which accepts no drafts, without one. With any other method, drafters that need no features work too.
         draft_placement: "auto" runs lookups, which need no model, in the verifier. "service" takes their drafts from draft
             services too, as those of other methods always are.
         methods: settings of the lookups that run in the verifier.
         validate_head: "auto" tests at startup that the head's guesses are better than chance, and rejects it otherwise.
-        dtype: of the weights. "auto" takes the checkpoint's own on CUDA, and float32 on a CPU. A CPU multiplies weights of
-            half precision in float32, unless it has matrix units for them.
+        dtype: of the weights. "auto" takes the checkpoint's own on CUDA, and float32 on a CPU, which multiplies weights of
+            half precision in float32 unless it has matrix units for them.
         device: "auto" takes CUDA if there is a GPU.
         tree: shape of draft trees; drafter and verifier should agree.
         max_pending_bytes: output that routers have not read yet, of all requests together. A request may hold as many bytes
-            as are free. The router sends one that held more again, from the token that its client has reached.
+            as are free. One that held more is sent again, from the token that its client has reached.
         generation_config: where requests get the sampling parameters that they do not name. "auto" takes the model's
             generation_config.json; "vllm" and "none" take neutral values.
         stuck_step_timeout_s: time after which a step that has not ended fails all requests and makes health NOT_SERVING.
