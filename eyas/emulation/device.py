@@ -1,8 +1,8 @@
 """Emulated devices: passes are computed here, and their results become available when a table of times says so.
 
 As on a GPU, a device runs its passes one after the other while the host goes on, and the host waits where it reads what a
-pass has computed. So scheduling, wire and acceptance are measured as they would be beside that device. See
-docs/decisions/0034-emulated-devices.md.
+pass has computed. So scheduling, wire and acceptance are measured as they would be beside that device; see
+docs/split.md.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same, others as
 float32, both by kernels of our own (docs/decisions/0038-compiled-cpu.md). Without numba, and with several threads, libraries
-multiply: for 8 to 64 rows oneDNN takes a half to a third of MKL's time, but on Intel's processors MKL is the faster
-(docs/decisions/0024-packed-weights.md). Legend: R rows, K inputs, N outputs.
+multiply: for 8 to 64 rows oneDNN takes a half to a third of MKL's time, but on Intel's processors MKL is the faster.
+Legend: R rows, K inputs, N outputs.
 """
 
 from __future__ import annotations
