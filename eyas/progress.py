@@ -37,7 +37,7 @@ class _Activity:
     """An activity that is shown.
 
     Attributes:
-        done, total: how far it is; total is 0 where that is unknown.
+        done, total: how far it is; 0 where that is unknown.
     """
 
     text: str = ""
@@ -46,7 +46,7 @@ class _Activity:
 
     def __str__(self) -> str:
         if not self.total:
-            return self.text
+            return f"{self.text}: {self.done:.0f}" if self.done else self.text
         far = f"{self.done / self.total:.0%}" if self.total > MAX_COUNT else f"{self.done:.0f} of {self.total:.0f}"
         return f"{self.text}: {far}"
 

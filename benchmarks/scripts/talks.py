@@ -145,7 +145,7 @@ def write_data(model: str, work: Path, tokens: int) -> Path:
             write_rows(documents, documentation(Path(sysconfig.get_path("purelib")), int(tokens / 2 * PER_TOKEN)))
         num_opened, num_continued = (max(1, tokens // 4 // length) for length in (OPENED, CONTINUED))
         write_rows(openers, (OPENERS[number % len(OPENERS)] for number in range(num_opened)))
-        answer = ("train", "regenerate", f"--model={model}", "--batch=16", "--dtype=bfloat16", "--threads=1")
+        answer = ("train", "regenerate", f"--model={model}", "--batch=16", "--quantization=int8", "--threads=1")
         run_eyas(*answer, str(openers), f"--out={opened}", "--temperature=1", f"--max-tokens={OPENED}")
         if not beginnings.exists():
             mix_lines(beginnings, (opened, documents), num_continued)

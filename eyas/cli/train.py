@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eyas.cli.options import Quantization
 from eyas.config.checks import at_least, require
 from eyas.config.loader import load
 from eyas.drafters.lookup.datastore import corpus_files
@@ -153,6 +154,7 @@ def regenerate(
     max_entries: Annotated[int, typer.Option(help="Entries to answer, spread over the input; 0 answers all.")] = 0,
     chat_template_kwargs: TemplateKwargs = "{}",
     seed: Annotated[int, typer.Option(help="Seed of what is drawn: an equal one gives equal data.")] = 0,
+    quantization: Quantization = "",
     threads: Threads = 0,
 ) -> None:
     """Let the target answer; the same command continues a run that was stopped."""
@@ -169,7 +171,10 @@ def regenerate(
         variables,
     )  # fmt: skip
     found = corpus_files(files, exclude, FOLDER_SUFFIXES)
-    llm = LLM(model, draft_model or None, method or None, dtype, device, threads=threads, max_num_seqs=batch)
+    llm = LLM(
+        model, draft_model or None, method or None, dtype, device, threads=threads, max_num_seqs=batch,
+        quantization=quantization,
+    )  # fmt: skip
     with llm, progress() as shown:
         done = run(llm, found, out, settings, lambda count: shown.show("entries", count, max_entries))
     print(

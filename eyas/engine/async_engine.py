@@ -280,14 +280,15 @@ class AsyncEngine:
                 self._call_soon(self._deliver, chunks)
 
     def _step(self) -> Sequence[Chunk]:
-        """Run one step. If it raises, every live request ends with an error chunk and leaves the engine."""
+        """Run one step. If it raises, the running requests, or else the waiting ones, leave with an error chunk."""
         try:
             return self._engine.step(self._send)
         except Exception:
             self._send()
             if not self._live:
                 raise
-            failed, self._live = self._live, set()
+            failed = self._live.intersection(self._engine.running) or self._live
+            self._live = self._live - failed
             names = ", ".join(itertools.islice(sorted(failed), MAX_NAMED))
             message = "a step failed, and with it %d requests: %s"
             log.exception(message, len(failed), names, extra={"rate_limited": True})

@@ -122,7 +122,7 @@ class DraftManager:
         if self._drafter is not None and wanted:
             # Where it fails, nothing is pending, so that the next step decodes plainly.
             call = partial(self._request, self._drafter, wanted, allowed, logit_biases, lookups_alone)
-            self._guarded(call, sequences)
+            self._guarded(call, [sequence for sequence, _ in wanted])
 
     def _request(
         self,

@@ -258,6 +258,11 @@ class Engine:
         return bool(self.scheduler.sequences)
 
     @property
+    def running(self) -> set[str]:
+        """Return the requests that run, which do not wait in the queue."""
+        return {sequence.request.id for sequence in self.scheduler.running}
+
+    @property
     def can_overlap(self) -> bool:
         """Return whether the next step waits for a device, not for a draft service; a drafter in this
         process works first.

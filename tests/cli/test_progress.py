@@ -61,8 +61,9 @@ def test_counts_are_numbers_and_bytes_are_a_share() -> None:
         shown.advance(25 * 10**7)
         shown.print("[a line] that stays")
         shown.show("writing", 5 * 10**8, 10**9, at_once=True)
+        shown.show("rows", 3, at_once=True)
     lines = [line.partition("] ")[2] for line in file.getvalue().splitlines()]
-    assert lines == ["steps: 0 of 2", "steps: 1 of 2", "that stays", "writing: 50%"]
+    assert lines == ["steps: 0 of 2", "steps: 1 of 2", "that stays", "writing: 50%", "rows: 3"]
 
 
 def test_a_terminal_has_one_line_that_is_wiped_out() -> None:

@@ -51,9 +51,9 @@ def target() -> TargetModel:
     return load_target("models/demo/target", "float32", "cpu", ())
 
 
-def engine_of(target: TargetModel, failures: int = 0) -> Engine:
+def engine_of(target: TargetModel, failures: int = 0, **limits: int) -> Engine:
     """An engine whose first `failures` steps break."""
-    config = fixed_config(max_kv_tokens=1024, max_queued_requests=4)
+    config = fixed_config(max_kv_tokens=1024, max_queued_requests=4, **limits)
     engine = assemble_engine(target, None, config, TreeConfig(num_steps=5), None)
     step, broken = engine.step, iter(range(failures))
 
@@ -135,6 +135,22 @@ async def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) 
         await until(lambda: loop.load.num_running == 0)
     reasons = [chunk.finish_reason for chunks in steps for chunk in chunks]
     assert reasons == [None, None, None, None, "cancelled"], "the step that had begun, and no other"
+
+
+async def test_a_step_that_fails_spares_the_requests_that_wait(target: TargetModel) -> None:
+    engine = engine_of(target, max_num_seqs=1)
+    step, is_broken = engine.step, iter([False, True])
+
+    def failing(meanwhile: Callable[[], None]) -> list[Chunk]:
+        if next(is_broken, False):
+            raise ZeroDivisionError("a step that breaks")
+        return step(meanwhile)
+
+    engine.step = failing  # type: ignore[method-assign]
+    async with running(engine) as loop:
+        first, second = await asyncio.gather(collect(loop, request_of("a")), collect(loop, request_of("b")))
+    assert first[-1].finish_reason == "error"
+    assert second[-1].finish_reason == "length"
 
 
 async def test_a_step_that_fails_fails_its_requests_and_no_later_one(
