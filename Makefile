@@ -138,7 +138,7 @@ protos: $(READY) ## regenerate eyas/v1 from protos/
 	@PATH="$(BIN):$$PATH" $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(STUBS) --grpc_python_out=$(STUBS) \
 		--mypy_out=quiet:$(STUBS) --mypy_grpc_out=quiet:$(STUBS) $(PROTOS)
 
-chart: $(READY) ## regenerate the Helm chart's schema, table of values and dashboards, then lint it
+chart: $(READY) ## regenerate the Helm chart's schema and table of values, then lint it
 	@$(BIN)/python -m deploy.generate
 	@helm=$$($(BIN)/python -m deploy.binaries); for values in deploy/helm/values/*.yaml; do \
 		"$$helm" lint --strict --quiet deploy/helm --values "$$values"; done

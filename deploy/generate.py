@@ -1,4 +1,4 @@
-"""`make chart`: write the chart's schema, dashboards and alerts, and the tables in docs.
+"""`make chart`: write the chart's schema, and the tables and lists in docs.
 
 docs/configuration.md has the settings, docs/telemetry.md the metrics, docs/http.md the fields of requests,
 docs/drafters.md the table of methods, docs/models.md the tables of model families.
@@ -26,7 +26,6 @@ from tests.support import family_configs as families
 
 DEPLOY = Path(__file__).parent
 CHART = DEPLOY / "helm"
-DASHBOARDS = DEPLOY / "dashboards"
 CONFIGURATION_PAGE = DEPLOY.parent / "docs" / "configuration.md"
 TELEMETRY_PAGE = DEPLOY.parent / "docs" / "telemetry.md"
 DRAFTERS_PAGE = DEPLOY.parent / "docs" / "drafters.md"
@@ -53,7 +52,7 @@ SERVICES = {
 
 def generated() -> Mapping[Path, str]:
     """Return the text of every generated file."""
-    files = {
+    return {
         CHART / "values.schema.json": json.dumps(values_schema(), indent=1) + "\n",
         CONFIGURATION_PAGE: _with_generated(
             CONFIGURATION_PAGE, f"\n{service_lists()}\n## Training\n\n{TRAINING}\n\n{train_lists()}\n"
@@ -63,8 +62,6 @@ def generated() -> Mapping[Path, str]:
         MODELS_PAGE: _with_generated(MODELS_PAGE, f"\n{families_tables()}\n"),
         HTTP_PAGE: _with_generated(HTTP_PAGE, f"\n{fields_list()}\n"),
     }
-    sources = sorted([*DASHBOARDS.glob("*.json"), *DASHBOARDS.glob("alerts.yaml")])
-    return files | {CHART / "files" / source.name: source.read_text(encoding="utf-8") for source in sources}
 
 
 def methods_table() -> str:

@@ -11,7 +11,7 @@ from tests.support.services.promql import names
 
 PAGE = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
-ALERTS = ROOT / "deploy" / "dashboards" / "alerts.yaml"
+ALERTS = ROOT / "deploy" / "helm" / "dashboards" / "alerts.yaml"
 
 
 def alerts() -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).parents[3]
-BOARDS = ROOT / "deploy" / "dashboards"
+BOARDS = ROOT / "deploy" / "helm" / "dashboards"
 ALERTS = BOARDS / "alerts.yaml"
 FETCHED = ROOT / ".venv" / "prometheus" / "usr" / "bin"
 MISSING = "there is no {}; `make prometheus` fetches the Debian package prometheus into .venv"
