@@ -21,7 +21,7 @@ from eyas.models.inputs import Segment, pack
 from eyas.models.layers.fused import is_batch_invariant
 from eyas.models.layers.numerics import batch_invariant_attend, fixed_size_blocks
 from eyas.models.target import TargetModel
-from eyas.sampling.acceptance import StepOutput
+from eyas.sampling.acceptance import StepLogits
 
 log = logging.getLogger(__name__)
 
@@ -69,12 +69,12 @@ class BatchInvariantRunner(ModelRunner):
             return "keys and values have 8 bits; set engine.kv_cache_dtype to auto"
         return "the kernels do not know this model's layers, or this processor lacks AVX2 and FMA"
 
-    def forward(self, segments: Seq[Segment]) -> StepOutput:
+    def forward(self, segments: Seq[Segment]) -> StepLogits:
         if self.keeps_batches:
             return super().forward(segments)
         scratch = self.kv_cache.scratch
         blocks = [block for segment in segments for block in fixed_size_blocks(segment, self._rows, scratch)]
-        return StepOutput(torch.cat([self._run_block(block) for block in blocks]))
+        return StepLogits(torch.cat([self._run_block(block) for block in blocks]))
 
     def _run_block(self, block: Segment) -> Tensor:
         """Return logits of the block's wanted rows; either all rows go through the output head or none."""

@@ -24,7 +24,7 @@ from eyas.engine.sequence import Chunks, DraftReply, ScheduledSequence
 from eyas.grammar.compiler import GrammarCompiler, OutputMatchers
 from eyas.kernels.choice import tree_kernels
 from eyas.models.target import TargetModel
-from eyas.sampling.acceptance import DrawnRows, StepOutputs, VerifyOutput
+from eyas.sampling.acceptance import Details, DrawnRows, StepOutputs
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.verify import nothing, verify
 
@@ -212,7 +212,7 @@ class Engine:
         if len(batch) == 1:
             log.error("request %s ends: %s", batch[0].sequence.request.id, reason)
             meanwhile()
-            return StepOutputs.empty(1, {0: VerifyOutput(None, error=reason)})
+            return StepOutputs.empty(1, {0: Details(error=reason)})
         log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
         middle = len(batch) // 2
         first = self._verified(batch[:middle], meanwhile, wait_for_masks)

@@ -25,7 +25,7 @@ from eyas.models.parallel.workers import TargetWorkers
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.commit import NoiseKey
 from eyas.protocol.tree import DraftTree
-from eyas.sampling.acceptance import DrawnRows, StepOutput, pack_trees
+from eyas.sampling.acceptance import DrawnRows, StepLogits, pack_trees
 from eyas.sampling.verify import can_draw_in_parts
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class ModelRunner:
             kv_cache.state_layers = target.aux_hidden_state_layers
         self._workers = workers if workers and workers.size > 1 else None
 
-    def forward(self, segments: Seq[Segment]) -> StepOutput:
+    def forward(self, segments: Seq[Segment]) -> StepLogits:
         """Run one forward pass on every rank: logits of each segment's `logits_indices`, or tokens drawn there.
 
         Raises torch.OutOfMemoryError on rank 0 if a rank has no memory for the pass, and on that rank. All stay in step.
@@ -67,7 +67,7 @@ class ModelRunner:
                 out = self.backend.forward(packed, self.kv_cache)
                 self._store_features(packed.slots, out)
                 shared = self.target.shared_vocabulary
-                return shared.collect(segments, out.logits) if shared else StepOutput(out.logits)
+                return shared.collect(segments, out.logits) if shared else StepLogits(out.logits)
             except torch.OutOfMemoryError as error:
                 reason = str(error)
             packed = out = None  # type: ignore[assignment]  # what the pass has made so far

@@ -116,8 +116,8 @@ class LogitRows(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepOutput:
-    """Output of a forward pass for `verify`.
+class StepLogits:
+    """Logits of a forward pass, or the tokens that ranks have drawn from their parts of them, for `verify`.
 
     Attributes:
         logits: float32 [R, V] of the segments for which rank 0 draws.
@@ -142,26 +142,36 @@ class Accepted(NamedTuple):
     tokens: tuple[int, ...]
 
 
-class VerifyOutput(NamedTuple):
-    """Output of a step for one request.
+class Details(NamedTuple):
+    """Results of a step for one request that most requests do not have.
 
     Attributes:
-        accepted: None inside a prompt.
-        samples: the target's sample at every node of the tree.
-        logprobs: of each accepted token, prompt_logprobs: of the rows' prompt tokens, where asked for.
+        logprobs: of each accepted token, where asked for.
+        prompt_logprobs: of the rows' prompt tokens, where asked for.
         error: why the request cannot go on, else empty.
         is_invalid: whether no other engine could go on with it either.
     """
 
-    accepted: Accepted | None
-    samples: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     error: str = ""
     is_invalid: bool = False
 
 
-NOTHING_MORE = VerifyOutput(None)
+NO_DETAILS = Details()
+
+
+class VerifyOutput(NamedTuple):
+    """Output of a step for one request.
+
+    Attributes:
+        accepted: None inside a prompt.
+        samples: the target's sample at every node of the tree.
+    """
+
+    accepted: Accepted | None
+    samples: tuple[int, ...] = ()
+    details: Details = NO_DETAILS
 
 
 class DrawnRows(NamedTuple):
@@ -191,7 +201,7 @@ class StepOutputs(Sequence[VerifyOutput]):
         samples: the target's sample at every node of the trees, int64 [N].
         sample_ends: where the samples of each request end among these, int64 [B].
         levels: below the root of each request's tree, int64 [B].
-        details: by number of a request, what else it gets, in VerifyOutput's fields; most requests get nothing else.
+        details: by number of a request; most requests have none.
     """
 
     nodes: Ints
@@ -200,10 +210,10 @@ class StepOutputs(Sequence[VerifyOutput]):
     samples: Ints
     sample_ends: Ints
     levels: Ints
-    details: Mapping[int, VerifyOutput] = field(default_factory=dict)
+    details: Mapping[int, Details] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, num_requests: int, details: Mapping[int, VerifyOutput] | None = None) -> StepOutputs:
+    def empty(cls, num_requests: int, details: Mapping[int, Details] | None = None) -> StepOutputs:
         """Return the outputs of requests that draw no token."""
         nothing, zeros = np.zeros(0, np.int64), np.zeros(num_requests, np.int64)
         return cls(nothing, nothing, zeros, nothing, zeros, zeros, details or {})
@@ -276,7 +286,7 @@ class StepOutputs(Sequence[VerifyOutput]):
         outputs, start, first = list[VerifyOutput](), 0, 0
         for number, (end, last) in enumerate(zip(self.ends.tolist(), self.sample_ends.tolist(), strict=True)):
             accepted = Accepted(tuple(nodes[start:end]), tuple(tokens[start:end])) if end > start else None
-            details = self.details.get(number, NOTHING_MORE)
-            outputs.append(VerifyOutput(accepted, tuple(samples[first:last]), *details[2:]))
+            details = self.details.get(number, NO_DETAILS)
+            outputs.append(VerifyOutput(accepted, tuple(samples[first:last]), details))
             start, first = end, last
         return outputs

@@ -13,7 +13,7 @@ from eyas.arrays import Ints
 from eyas.device.transfer import download
 from eyas.kernels.arguments import Draws
 from eyas.kernels.by_device import sample
-from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput
+from eyas.sampling.acceptance import Details, DrawnRows, LogitRows, StepLogits, StepOutputs
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
 from eyas.sampling.logprobs import compute_logprobs, drawn_logits, read_logprobs
 from eyas.sampling.rejection import SiblingVerdicts, rejection_sample
@@ -30,7 +30,7 @@ def nothing() -> None:
 def verify(
     batch: Sequence[LogitRows],
     rows: DrawnRows,
-    output: StepOutput,
+    output: StepLogits,
     rules: LogitRules,
     wait_for_masks: Callable[[], TokenMasks] = TokenMasks,
     meanwhile: Callable[[], object] = nothing,
@@ -108,7 +108,7 @@ def _usable(outputs: StepOutputs, vocab_size: int) -> StepOutputs:
         return outputs
     accepted = [(number, output.accepted) for number, output in enumerate(outputs)]
     found = [number for number, own in accepted if own is not None and own.tokens[-1] >= vocab_size]
-    return replace(outputs, details=dict.fromkeys(found, VerifyOutput(None, error=UNUSABLE_LOGITS)))
+    return replace(outputs, details=dict.fromkeys(found, Details(error=UNUSABLE_LOGITS)))
 
 
 def _with_details(
@@ -135,9 +135,9 @@ def _with_details(
         start, end = end, end + len(rows.prompt_tokens) + rows.num_drawn
         error = masks.error(rows.request.id, own)
         if error and not (number in details and bool(logits[start:end].isnan().any())):
-            details[number] = VerifyOutput(None, error=error, is_invalid=True)
+            details[number] = Details(error=error, is_invalid=True)
         elif number not in details and (prompt or values):
-            details[number] = VerifyOutput(None, (), values, prompt)
+            details[number] = Details(values, prompt)
     return replace(outputs, details=details)
 
 
@@ -152,6 +152,6 @@ def can_draw_in_parts(rows: LogitRows) -> bool:
     return rows.request.wants_tokens_alone and not (needs_rows or is_sampled or rows.prompt_tokens)
 
 
-def tokens_of(output: StepOutput, draws: Draws) -> Tensor:
+def tokens_of(output: StepLogits, draws: Draws) -> Tensor:
     """Return the tokens of a step whose requests ask for nothing but a draw at each row, on the target's device."""
     return sample(output.logits, draws) if output.tokens is None else output.tokens

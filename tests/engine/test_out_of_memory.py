@@ -20,7 +20,7 @@ from eyas.models.backends.attention_metadata import Tiling
 from eyas.models.backends.cuda import KernelBackend
 from eyas.models.backends.cuda_graphs import CaptureLimits, GraphBackend
 from eyas.models.inputs import Segment
-from eyas.sampling.acceptance import StepOutput
+from eyas.sampling.acceptance import StepLogits
 from tests.engine.test_equality import PARAMS, make_drafter, make_engine, prompts, shared_target
 from tests.support.runs import assert_plain, run
 
@@ -74,7 +74,7 @@ def limited(engine: Engine, monkeypatch: pytest.MonkeyPatch, fits: Callable[[Seq
     """Let passes that do not fit run out of memory. Returns the segments of each pass that ran."""
     forward, counts = engine.runner.forward, list[int]()
 
-    def run_if_it_fits(segments: Sequence[Segment]) -> StepOutput:
+    def run_if_it_fits(segments: Sequence[Segment]) -> StepLogits:
         if not fits(segments):
             no_memory()
         counts.append(len(segments))

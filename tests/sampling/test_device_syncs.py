@@ -29,7 +29,7 @@ from eyas.models.heads.eagle import load_fuser
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
-from eyas.sampling.acceptance import DrawnRows, LogitRows, StepOutput, StepOutputs, VerifyOutput, pack_trees
+from eyas.sampling.acceptance import DrawnRows, LogitRows, StepLogits, StepOutputs, VerifyOutput, pack_trees
 from eyas.sampling.logit_rules import LogitRules
 from eyas.sampling.logprobs import accepted_paths
 from eyas.sampling.rejection import SiblingVerdicts
@@ -256,7 +256,7 @@ def test_a_step_accepts_what_the_plain_walk_does(found: list[DraftTree], data: s
     """Token 4 stands for logits that are NaN, which end a request only on its path."""
     total = sum(map(len, found))
     tokens = data.draw(st.lists(st.integers(0, data.draw(st.integers(3, 4))), min_size=total, max_size=total))
-    drawn = StepOutput(torch.zeros(0, 4), torch.tensor(tokens), (True,) * len(found))
+    drawn = StepLogits(torch.zeros(0, 4), torch.tensor(tokens), (True,) * len(found))
     whole = [found[0], None, *found[1:]]
     outputs = verify((), rows_of(whole), drawn, LogitRules(frozenset()))
     batch = [LogitRows(Request(f"{i}", (3,)), (3,), tree) for i, tree in enumerate(whole)]
@@ -271,7 +271,7 @@ def test_a_step_accepts_what_the_plain_walk_does(found: list[DraftTree], data: s
         start += len(tree)
         assert output.accepted == accept(tree, samples)
         assert output.samples == samples
-        assert bool(output.error) == (output.accepted.tokens[-1] == 4)
+        assert bool(output.details.error) == (output.accepted.tokens[-1] == 4)
         assert levels == tree.depth
 
 
@@ -280,10 +280,10 @@ def test_all_trees_at_once_draw_as_each_alone(found: list[DraftTree], seed: int)
     logits = torch.randn(sum(map(len, found)), 4, generator=torch.Generator().manual_seed(seed))
     at = [3 + 5 * number for number in range(len(found))]
     rows, start = rows_of(found, at), 0
-    together = verify((), rows, StepOutput(logits), LogitRules(frozenset()))
+    together = verify((), rows, StepLogits(logits), LogitRules(frozenset()))
     for number, tree in enumerate(found):
         own, end = rows_of([*[None] * number, tree], at[number : number + 1]), start + len(tree)
-        alone = verify((), own, StepOutput(logits[start:end]), LogitRules(frozenset()))
+        alone = verify((), own, StepLogits(logits[start:end]), LogitRules(frozenset()))
         assert alone[number] == together[number]
         start = end
 
@@ -294,7 +294,7 @@ def test_outputs_of_two_parts_are_those_of_one(first: list[DraftTree], second: l
     parts = []
     for found in (first, second):
         samples = rng.integers(0, 8, sum(map(len, found)))
-        tokens = StepOutput(torch.zeros(0, 8), torch.from_numpy(samples), (True,) * len(found))
+        tokens = StepLogits(torch.zeros(0, 8), torch.from_numpy(samples), (True,) * len(found))
         parts.append(verify((), rows_of(found), tokens, LogitRules(frozenset())))
     joined = StepOutputs.joined(*parts)
     assert list(joined) == [*parts[0], *parts[1]]

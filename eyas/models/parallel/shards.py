@@ -29,7 +29,7 @@ from eyas.models.checkpoint import StoredTensor, WeightFiles, explained
 from eyas.models.inputs import Segment
 from eyas.models.parallel.plans import GATHERED, plan_of, style_of
 from eyas.protocol.commit import NoiseKey
-from eyas.sampling.acceptance import StepOutput
+from eyas.sampling.acceptance import StepLogits
 from eyas.sampling.sharded import candidates, draw_candidates, likely_logits, takes_candidates, warm_up_search
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
@@ -364,7 +364,7 @@ class SharedVocabulary:
         """Return what a rank gives `collect` for a pass whose result is not read."""
         return torch.zeros(num_rows, self._vocab_size // self._shard.size, device=device)
 
-    def collect(self, segments: Sequence[Segment], logits: Tensor) -> StepOutput:
+    def collect(self, segments: Sequence[Segment], logits: Tensor) -> StepLogits:
         """Return what rank 0 gets, of this rank's logits float32 [R, V / ranks], which may be overwritten.
 
         All ranks must call it; the others get nothing.
@@ -381,7 +381,7 @@ class SharedVocabulary:
         if len(draws) < len(logits):
             parts = self._gather(_selected(logits, ~of_rows))
             whole = whole if parts is None else parts.transpose(0, 1).flatten(1)
-        return StepOutput(whole, tokens, is_drawn)
+        return StepLogits(whole, tokens, is_drawn)
 
     def _draw(self, logits: Tensor, draws: Draws) -> Tensor:
         """Return one token for each row on rank 0, int64 [N]; the others get nothing of use. logits: [N, V / ranks]."""

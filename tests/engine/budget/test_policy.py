@@ -17,7 +17,7 @@ from eyas.engine.budget.costs import CostModel, DraftCosts, SurvivalModel
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree, SampledProposal
-from eyas.sampling.acceptance import StepOutputs, VerifyOutput
+from eyas.sampling.acceptance import Details, StepOutputs
 from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
 from tests.support.strategies import trees
 from tests.support.tiers import nightly
@@ -83,7 +83,7 @@ def test_a_step_may_lack_all_sequences_that_have_drafted(has_output: bool) -> No
     tree = DraftTree.chain((1, 2))
     sequence = Sequence(Request("0" if has_output else "another", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
     batch = [ScheduledSequence(sequence, np.arange(2), 1, tree)]
-    budget.observe(batch, StepOutputs.empty(1, {0: VerifyOutput(None, error="NaN")}), StepTimes(0.2, 1.0))
+    budget.observe(batch, StepOutputs.empty(1, {0: Details(error="NaN")}), StepTimes(0.2, 1.0))
     assert usual(simulation.sizes(budget, 100)) > 4
 
 
@@ -312,7 +312,7 @@ def test_drawn_nodes_are_estimated_apart_from_ranked_ones(right: float, sampled_
 def test_the_least_of_the_first_other_seconds_counts() -> None:
     budget, sequence = Simulation().budget(), Sequence(Request("0", (1,)), QueueKey(0.0, 0), [1], np.zeros(0, np.int64))
     batch = [ScheduledSequence(sequence, np.arange(1), 1, DraftTree.chain((1,)))]
-    outputs = StepOutputs.empty(1, {0: VerifyOutput(None, error="NaN")})
+    outputs = StepOutputs.empty(1, {0: Details(error="NaN")})
     for other_s in (8.0, 9.0, 0.5, 7.0):
         budget.observe(batch, outputs, StepTimes(0.0, 1.0, other_s))
     assert budget._step_s(1) == pytest.approx(1.0 + 0.5)
