@@ -92,13 +92,12 @@ class DraftManager:
         if drafter is None:
             return []
         return [
-            s
-            for s in sequences
-            # the drafter lacks tokens, and there is room for a drafted one
-            if 0 < s.computed >= s.drafted < len(s.tokens) < len(s.slots) - 1
-            and s.request.num_draft_tokens != 1
-            and s.request.id not in self._failed
-            and drafter.can_draft(s.request.id)
+            sequence
+            for sequence in sequences
+            if sequence.can_draft
+            and self.drafts(sequence.request)
+            and sequence.request.id not in self._failed
+            and drafter.can_draft(sequence.request.id)
         ]
 
     def request(
@@ -138,19 +137,23 @@ class DraftManager:
         if needs.features and not lookups_alone:  # what the drafter lacks, all gathered at once
             slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in requested]
             features = torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots])
-        contexts = [
-            self._context(sequence, budget, rows) for (sequence, budget), rows in zip(wanted, features, strict=False)
-        ]
-        if lookups_alone:
-            contexts = [context._replace(lookups_alone=True) for context in contexts]
-        if needs.samples:
-            contexts = [
-                context._replace(samples=sequence.samples) if context.proposal == "deterministic" else context
-                for context, sequence in zip(contexts, requested, strict=True)
-            ]
-        for i, sequence in enumerate(requested if allowed or logit_biases else ()):
-            masks, biases = allowed.get(sequence.request.id, b""), logit_biases.get(sequence.request.id, ())
-            contexts[i] = contexts[i]._replace(allowed=masks, logit_biases=biases)
+        contexts = list[DraftContext]()
+        for (sequence, budget), rows in zip(wanted, features, strict=False):
+            name = sequence.request.id
+            template = self._template(sequence.request)
+            takes_samples = needs.samples and template.proposal == "deterministic"
+            context = template._replace(
+                epoch=sequence.epoch,
+                start_position=sequence.drafted,
+                tokens=tuple(sequence.tokens[sequence.drafted : sequence.computed + 1]),
+                features=rows,
+                budget=budget,
+                samples=sequence.samples if takes_samples else (),
+                allowed=allowed.get(name, b""),
+                logit_biases=logit_biases.get(name, ()),
+                lookups_alone=lookups_alone,
+            )
+            contexts.append(context)
         self._pending = drafter.request(contexts)  # if it raises, nothing is pending
         self._contexts, self._requested = contexts, requested
 
@@ -228,10 +231,10 @@ class DraftManager:
             ended, self._ended = self._ended, []
             self._guarded(partial(self._drafter.release, ended))
 
-    def _context(self, sequence: Sequence, budget: TreeBudget, features: Tensor | None) -> DraftContext:
-        request, start, length = sequence.request, sequence.drafted, sequence.computed + 1
+    def _template(self, request: Request) -> DraftContext:
+        """Return what all contexts of a request share."""
         template = self._templates.get(request.id)
-        if template is None:  # what all contexts of a request share
+        if template is None:
             noise, proposal = request.noise_key, NO_COMMIT.proposal
             if self._rule == "rejection" and noise.temperature > 0:
                 noise, proposal = replace(noise, seed=draft_seed(noise.seed)), "sampled"
@@ -242,13 +245,7 @@ class DraftManager:
                 wants_sources=request.return_verify_steps,
                 tenant_key=request.tenant_key,
             )
-        return template._replace(
-            epoch=sequence.epoch,
-            start_position=start,
-            tokens=tuple(sequence.tokens[start:length]),
-            features=features,
-            budget=budget,
-        )
+        return template
 
     def _is_valid(self, tree: DraftTree, context: DraftContext) -> bool:
         try:

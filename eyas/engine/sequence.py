@@ -111,6 +111,12 @@ class Sequence:
         """Committed length that the drafter can get: one token more than there are features."""
         return min(self.computed + 1, len(self.tokens))
 
+    @property
+    def can_draft(self) -> bool:
+        """Return whether the drafter lacks tokens that are computed, and there is room for a drafted one after them."""
+        lacks_tokens = 0 < self.computed >= self.drafted < len(self.tokens)
+        return lacks_tokens and len(self.tokens) + 1 < len(self.slots)
+
 
 @dataclass(eq=False)
 class ScheduledSequence:
