@@ -95,7 +95,7 @@ class DraftManager:
             sequence
             for sequence in sequences
             if sequence.can_draft
-            and self.drafts(sequence.request)
+            and sequence.request.num_draft_tokens != 1
             and sequence.request.id not in self._failed
             and drafter.can_draft(sequence.request.id)
         ]
