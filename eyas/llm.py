@@ -25,6 +25,7 @@ from eyas.config import (
     TreeConfig,
 )
 from eyas.config.checks import one_of
+from eyas.config.engine import INT8
 from eyas.config.vllm_arguments import Speculation, engine_config, speculation
 from eyas.device.placement import use_threads
 from eyas.drafters.draft_head import DraftHead
@@ -143,6 +144,7 @@ class LLM:
                 if fuser is not None and validate_head == "auto" and ranks.size == 1:
                     wiring = head.resolve_wiring(target, fuser, checkpoint, passes, device)
                 if head.drafts:
+                    drafting = head.resolve_drafting(drafting, checkpoint, passes, device, engine.quantization == INT8)
                     drafter = head.build_drafter(checkpoint, passes, device, shape, drafting, drafts.methods, wiring)
             if not head.drafts:
                 fuser = None

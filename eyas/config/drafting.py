@@ -12,7 +12,7 @@ from eyas.errors import ConfigError
 TreeChoices = tuple[tuple[int, ...], ...]
 TreeShape = Literal["static", "dynamic"]
 DraftAheadMode = Literal["", "auto", "always", "never"]
-DraftQuantization = Literal["", "fp8"]
+DraftQuantization = Literal["", "none", "fp8", "int8"]
 # features: the target's, of committed positions. samples: the target's, at every node of the last tree.
 # prompt: one that resembles what follows it.
 Need = Literal["features", "samples", "prompt"]
@@ -150,7 +150,8 @@ class DraftingConfig:
         max_head_steps: most tree levels that the head grows; a combined method's other drafter may go deeper. 0 takes
             tree.num_steps.
         quantization: "fp8" rounds the weights of a draft head's linear layers to 8 bits at load, with a scale for each
-            output.
+            output; "int8" does so on a CPU, with a scale for each 16 inputs. "none" keeps them. Empty is "int8" on a CPU next
+            to a target from a GGUF file, or in `LLM` with `engine.quantization` "int8", else "none".
         emulated_device: cost table of a device to emulate on the CPU, as `engine.emulated_device`.
         draft_ahead: drafting between two commits. Only draft services do it.
     """
@@ -406,7 +407,7 @@ def check_quantization(name: str, quantization: DraftQuantization) -> None:
     """Raise ConfigError if `drafting.quantization` is set for a method without a head that can be served with 8 bits."""
     able = [method for method, facts in METHOD_FACTS.items() if "features" in facts.needs]
     require(
-        not quantization or bool(set(able) & set(name.split("+"))),
+        quantization in ("", "none") or bool(set(able) & set(name.split("+"))),
         f"drafting.quantization is {quantization}, and drafter {name!r} has no head for it; leave it empty, or take one of "
         f"{', '.join(able)}",
     )

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from eyas.config.checks import WHITESPACE_PATTERN_RULE, at_least, is_whitespace_pattern, one_of, require
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AcceptanceRule = Literal["match", "rejection"]
 # The quantization that rounds plain weights as they are loaded.
-INT8 = "int8"
+INT8: Final = "int8"
 # "never", because YAML reads "off" as false.
 HeadValidation = Literal["auto", "never"]
 DraftBudgetPolicy = Literal["auto", "fixed", "adaptive"]

@@ -65,8 +65,11 @@ def threads_for(count: int, *placements: tuple[str, str]) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_int8(device: str) -> None:
-    """Raises ConfigError where no kernel multiplies by weights of 8 bits: they run with one thread of torch on a CPU."""
+def check_int8(device: str, setting: str = "quantization") -> None:
+    """Raises ConfigError where no kernel multiplies by weights of 8 bits: they run with one thread of torch on a CPU.
+
+    setting: what asks for them.
+    """
     if device.partition(":")[0] != "cpu":
         reason = f"device is {device}; on a GPU, serve a checkpoint that is quantised, by fp8 for example"
     elif not multiplies_and_adds():
@@ -74,7 +77,7 @@ def check_int8(device: str) -> None:
     else:
         reason = why_uncompiled()
     if reason:
-        raise ConfigError(f"quantization is 'int8', which is for the compiled kernels of a CPU: {reason}")
+        raise ConfigError(f"{setting} is 'int8', which is for the compiled kernels of a CPU: {reason}")
 
 
 def check_e4m3(setting: str, device: torch.device, remedy: str) -> None:

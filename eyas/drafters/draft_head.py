@@ -8,11 +8,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
+import torch
+
 from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
-from eyas.config.drafting import METHOD_FACTS, MTP, NO_DRAFTS, check_method, check_quantization
+from eyas.config.drafting import (
+    METHOD_FACTS,
+    MTP,
+    NO_DRAFTS,
+    DraftQuantization,
+    check_method,
+    check_quantization,
+    split_method,
+)
+from eyas.config.engine import INT8
+from eyas.config.gguf_files import gguf_file
 from eyas.config.mtp_layouts import default_method
 from eyas.device.host import report_phase
 from eyas.device.memory import explain_out_of_memory
+from eyas.device.placement import runs_compiled
+from eyas.device.processor import multiplies_and_adds
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.lookup.datastore import HEADER as DATASTORE_HEADER
 from eyas.drafters.registry import DEFAULT_NUM_STEPS, DrafterParts, Method, find_method, with_levels
@@ -131,6 +145,23 @@ class DraftHead:
         with self._loading() as method:
             return replace(tree, num_steps=method.num_steps(self._checkpoint, tree))
 
+    def resolve_drafting(
+        self, drafting: DraftingConfig, target: CheckpointSource, dtype: str, device: str, is_rounded: bool = False
+    ) -> DraftingConfig:
+        """Return the settings with what an empty `quantization` stands for.
+
+        Raises ConfigError for another one than "none" if the method has no head.
+
+        Args:
+            is_rounded: whether the target's weights are rounded to 8 bits.
+        """
+        check_quantization(self.method, drafting.quantization)
+        needs = [METHOD_FACTS[side].needs for side in split_method(self.method)] if self.drafts else []
+        can_round = dtype == "float32" and runs_compiled(torch.device(device)) and multiplies_and_adds()
+        has_bytes = is_rounded or gguf_file(open_checkpoint(target).path) is not None
+        default: DraftQuantization = INT8 if can_round and has_bytes and ("features",) in needs else "none"
+        return replace(drafting, quantization=drafting.quantization or default)
+
     def build_drafter(
         self,
         target: CheckpointSource,
@@ -145,11 +176,11 @@ class DraftHead:
         """Build and warm up a drafter, see DrafterParts. Raises OutOfMemory when the device has too little."""
         name = self.method
         target, methods = open_checkpoint(target), methods or MethodsConfig()
+        drafting = self.resolve_drafting(drafting, target, dtype, device)
         parts = DrafterParts(target, self._checkpoint, dtype, device, tree, drafting, methods, wiring, has_idle_time)
         report_phase("loading")
         with explain_out_of_memory(f"no memory for the drafter {name}", device, self._remedy):
             with self._loading() as method:
-                check_quantization(name, drafting.quantization)
                 drafter = method.build(parts if "+" in name else with_levels(method, parts))
             report_phase("compiling")
             drafter.warm_up()

@@ -21,7 +21,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, DraftWork, within
-from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, new_rows, plan_tree_slots
+from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, last_row, new_rows, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import LevelGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
@@ -37,8 +37,8 @@ from eyas.models.heads.slots import attend_slots, layer_slots
 from eyas.models.inputs import PackedInputs, Segment
 from eyas.protocol.tree import DraftTree
 
-# New pairs of a single layer up to which kernels of the CPU run them all; torch runs only the last one of each session.
-MAX_COMPILED_PAIRS = 24
+# New pairs up to which one kernel of the CPU runs all of them through the last layer: weights take most of its time.
+MAX_WHOLE_PAIRS = 24
 
 
 class EagleDrafter(NeuralDrafter[Tensor]):
@@ -227,12 +227,15 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         """
         features = self._features(contexts)
         counts = list(map(num_features, contexts))
-        attends = isinstance(self._head, MtpHead) or self._head.config.num_layers > 1
-        if self._compiled and (attends or sum(counts) <= MAX_COMPILED_PAIRS):
-            pairs = zip(contexts, self._prefix_slots(contexts), counts, strict=True)
-            rows = [new_rows(context, slots, count, attends=True) for context, slots, count in pairs]
-            states = self._run_segments(features, rows)[upload(np.cumsum(counts) - 1, features.device)]
+        if self._compiled:
+            all_slots = self._prefix_slots(contexts)
+            pairs = [new_rows(c, own, n, attends=True) for c, own, n in zip(contexts, all_slots, counts, strict=True)]
+            if sum(counts) > MAX_WHOLE_PAIRS:
+                states = self._compiled.run(features, pairs, self._kv, list(map(last_row, all_slots)))
+            else:
+                states = self._run_segments(features, pairs)[upload(np.cumsum(counts) - 1, features.device)]
         else:
+            attends = isinstance(self._head, MtpHead) or self._head.config.num_layers > 1
             states = self._run_new(contexts, features, self._run_pairs, attends)
         for context, state in zip(contexts, states, strict=True):
             self.sessions[context.session].state = state

@@ -47,6 +47,7 @@ def test_other_arguments_are_refused_by_name(arguments: dict, reason: str) -> No
     [
         ({"method": "eagle3", "model": "h", "num_speculative_tokens": 3}, "eagle3", "h", 3),
         ({"method": "eagle", "model": "h", "quantization": "fp8"}, "eagle2", "h", None),
+        ({"method": "eagle3", "model": "h", "quantization": "int8"}, "eagle3", "h", None),
         ({"method": "mtp"}, "mtp", "", None),
         ({"method": "deepseek_mtp"}, "mtp", "", None),
         ({"method": "ngram", "num_speculative_tokens": 5}, "prompt_lookup", "", 5),

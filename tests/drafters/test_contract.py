@@ -31,7 +31,7 @@ VOCAB, HIDDEN, NUM_WORDS = 48, 32, 3
 NOISES = (NoiseKey(0), NoiseKey(2**63 + 5, 0.9), NoiseKey(3, 1.0, 8, 0.9))
 
 
-LOCAL = (*(name for name in CASES if name.partition("-")[2] in ("", "normed", "prefix")), "rest+eagle3")
+LOCAL = (*(name for name in CASES if name.partition("-")[2] in ("", "normed", "prefix", "int8")), "rest+eagle3")
 # One of each kind of needs, and a head of blocks: the wire does not know methods.
 REMOTE = ("eagle3", "dspark", "sps", "suffix", "lookahead", "eagle3+lookahead")
 

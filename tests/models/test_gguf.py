@@ -21,11 +21,12 @@ import gguf
 from transformers import AutoModelForCausalLM, GgufConfig
 
 from eyas.api.request import SamplingParams
-from eyas.config import EngineConfig, gguf_files
+from eyas.config import DraftingConfig, EngineConfig, gguf_files
 from eyas.config.file_values import check_source
 from eyas.config.gguf_files import gguf_file, local_folder
 from eyas.config.gguf_header import read_header
 from eyas.config.target_limits import check_target
+from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError, MissingPackage
 from eyas.llm import LLM
 from eyas.models.checkpoint import resolve, target_fingerprint
@@ -98,6 +99,28 @@ def test_a_head_drafts_for_a_file(temperature: float, file: Path, tmp_path: Path
         with LLM(str(file), draft_model, method, engine=fixed_config(max_kv_tokens=512), validate_head="never") as llm:
             outputs.append([output.outputs[0].token_ids for output in llm.generate(prompts, sampling, use_tqdm=False)])
     assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "asked", "dtype", "is_rounded", "of_file", "of_folder"),
+    [
+        ("eagle3", "", "float32", False, "int8", "none"),
+        ("eagle3", "", "float32", True, "int8", "int8"),
+        ("eagle3", "", "bfloat16", True, "none", "none"),
+        ("eagle3", "none", "float32", True, "none", "none"),
+        ("eagle3", "fp8", "float32", False, "fp8", "fp8"),
+        ("suffix", "", "float32", True, "none", "none"),
+        ("none", "", "float32", True, "none", "none"),
+    ],
+)
+def test_heads_have_8_bits_next_to_such_weights(
+    method: str, asked: Any, dtype: str, is_rounded: bool, of_file: str, of_folder: str, file: Path, target: Path
+) -> None:
+    pytest.importorskip("numba", reason="numba is not installed")
+    head = DraftHead("", method)
+    for source, expected in ((file, of_file), (target, of_folder)):
+        found = head.resolve_drafting(DraftingConfig(quantization=asked), str(source), dtype, "cpu", is_rounded)
+        assert found.quantization == expected
 
 
 def test_a_file_is_unpacked_once(file: Path, caplog: pytest.LogCaptureFixture) -> None:

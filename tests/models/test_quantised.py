@@ -283,8 +283,9 @@ def test_block_heads_of_8_bits_draft_as_their_numbers(kind: str, tiny_target: st
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int8"])
 @pytest.mark.parametrize("method", tiered(("eagle3", "dspark", "hydra", "dflash", "dflash2", "medusa"), ("dspark",)))
-def test_a_head_of_8_bits_leaves_the_output_unchanged(method: str, tmp_path: Path) -> None:
+def test_a_head_of_8_bits_leaves_the_output_unchanged(method: str, quantization: str, tmp_path: Path) -> None:
     target = write_target(tmp_path / "target")
     write_spelling_tokenizer(target)
     prompts, sampling = [{"prompt_token_ids": [5, 9, 11]}, {"prompt_token_ids": [7, 8]}], SamplingParams(20, 0.8, seed=3)
@@ -292,7 +293,7 @@ def test_a_head_of_8_bits_leaves_the_output_unchanged(method: str, tmp_path: Pat
         folder = str(write_head(tmp_path / "head"))
     else:
         folder = tiny_heads(method, str(target)) if method in ("medusa", "hydra") else tiny_block_head(method, str(target))
-    head = {"method": method, "model": folder, "quantization": "fp8"}
+    head = {"method": method, "model": folder, "quantization": quantization}
     outputs = []
     for config in (None, head):
         with LLM(str(target), speculative_config=config, validate_head="off", max_kv_tokens=256) as llm:
@@ -304,12 +305,14 @@ def test_8_bits_are_refused_where_they_cannot_be(tiny_target: str, tmp_path: Pat
     fp8, tree = DraftingConfig(quantization="fp8"), TreeConfig(4, 2, 2)
     with pytest.raises(ConfigError, match=r"drafting.quantization is fp8, and drafter 'prompt_lookup' has no head"):
         DraftHead("", "prompt_lookup").build_drafter(tiny_target, "float32", "cpu", tree, fp8)
-    with pytest.raises(ConfigError, match="quantization is 'int3'; it must be one of fp8"):
+    with pytest.raises(ConfigError, match="quantization is 'int3'; it must be one of none, fp8, int8"):
         DraftingConfig(quantization="int3")  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A10")
     with pytest.raises(ConfigError, match=r"fp8, which an A10 does not have: its compute capability is 8\.6"):
-        quantise_head(torch.nn.Linear(2, 2), torch.device("cuda"))
+        quantise_head(torch.nn.Linear(2, 2), torch.device("cuda"), "fp8")
+    with pytest.raises(ConfigError, match=r"drafting.quantization is 'int8', .* kernels of a CPU: device is cuda:0"):
+        quantise_head(torch.nn.Linear(2, 2), torch.device("cuda:0"), "int8")
 
 
 def test_quantised_heads_are_refused_by_name(tiny_target: str, tmp_path: Path) -> None:

@@ -31,13 +31,14 @@ CASES = (
     "mtp", "mtp-crowded", "mtp-ahead",
     *KINDS, "sps", "sps-crowded", "prompt_lookup", "suffix", "rest", "lookahead", "eagle3+prompt_lookup-ahead",
     "eagle3+lookahead",
+    "eagle3-int8", "dspark-int8", "dflash2-int8", "mtp-int8", "medusa-int8", "hydra-int8",
 )  # fmt: skip
-# Those of them whose drafts go another way outside of the drafter: one for each method, and drafts ahead.
-KINDS_OF_DRAFTS = tuple(name for name in CASES if name.partition("-")[2] in ("", "ahead", "normed", "prefix"))
+# Those of them whose drafts go another way outside of the drafter: one for each method, drafts ahead and rounded heads.
+KINDS_OF_DRAFTS = tuple(name for name in CASES if name.partition("-")[2] in ("", "ahead", "normed", "prefix", "int8"))
 # One of each class of drafters, and what wraps them.
 CLASSES_OF_DRAFTERS = (
     "dspark", "eagle1", "eagle3", "eagle3-ahead", "mtp", "medusa", "hydra", "sps", "prompt_lookup", "suffix", "rest",
-    "lookahead", "dspark+prompt_lookup",
+    "lookahead", "dspark+prompt_lookup", "eagle3-int8", "dspark-int8",
 )  # fmt: skip
 # EAGLE-3.1: a norm for each feature, and the normed state goes to the next level.
 EAGLE31 = replace(TINY, input_norms="each", wiring=HeadWiring((1, 2, 3), output="normed"))
@@ -72,6 +73,7 @@ class Case:
             max_kv_tokens=90 if crowded else num_slots,
             shared_noise=not self.name.endswith("-own-noise"),
             proposal_top_k=proposal_top_k,
+            quantization="int8" if self.name.endswith("-int8") else "",
             draft_ahead=DraftAheadConfig(6, 16, 7, mode="always") if ahead else DraftAheadConfig(),
         )
         return DraftHead(self.folder, self.method).build_drafter(self.target, "float32", "cpu", tree, drafting, self.methods)
@@ -98,10 +100,10 @@ class Case:
         if self.method == "peagle":
             return tiny_peagle_head(self.head)
         if self.method.partition("+")[0] in BLOCK_METHODS:
-            kind = self.name.partition("+")[0].removesuffix("-crowded")
+            kind = self.name.partition("+")[0].removesuffix("-crowded").removesuffix("-int8")
             return tiny_block_head(kind, self.target)
         if self.method == "mtp":
             return tiny_mtp_module(self.target)
-        if self.name in KINDS:
-            return tiny_heads(self.name, self.head)
+        if (kind := self.name.removesuffix("-int8")) in KINDS:
+            return tiny_heads(kind, self.head)
         return write_small(self.target) if self.method == "sps" else self.head

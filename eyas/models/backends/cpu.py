@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from eyas.arrays import Floats, Ints
 from eyas.cache.kv_cache import KVCache
@@ -107,9 +107,7 @@ class CpuDecoder:
 
         Rows here do not depend on each other, so that rounding hides no difference: elsewhere one in a last bit would grow.
         """
-        for module in (*self._decoder.modules(), self._head):
-            if weight := packed_weight(module):
-                weight.round_rows()
+        round_rows_of((*self._decoder.modules(), self._head))
         self.stack = self._make_stack()
 
     def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
@@ -157,8 +155,16 @@ def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: T
 def round_rows(model: Any) -> None:
     """Have layers round rows to 8 bits where the processor gains by it, and compiled kernels run the model's passes."""
     decoder = _decoder_of(model)
-    if decoder is not None and adds_products_of_bytes():
+    if decoder is not None:
         decoder.round_rows()
+
+
+def round_rows_of(modules: Iterable[nn.Module]) -> None:
+    """Have layers round rows to 8 bits when they are multiplied by integers, where the processor gains by it. Those among
+    `modules` that are not packed stay as they are.
+    """
+    for weight in filter(None, map(packed_weight, modules)) if adds_products_of_bytes() else ():
+        weight.round_rows()
 
 
 def _decoder_of(model: Any) -> CpuDecoder | None:

@@ -54,11 +54,11 @@ def optimize_for_cpu(model: Any, dtype: torch.dtype | None = None, to_bytes: boo
     Args:
         dtype: that a causal LM computes in, whatever dtypes its weights have. Layers of a half precision are packed only
             where the processor has no matrix units for it, but always the output head, which returns float32. None packs
-            float32 layers.
+            float32 layers, and all that are rounded.
         to_bytes: round the weights to 8 bits, see `PackedWeight.rounded`.
     """
     if dtype is None:
-        pack_weights(model)
+        pack_weights(model, WEIGHT_DTYPES if to_bytes else (torch.float32,), to_bytes=to_bytes)
     else:
         head = model.get_output_embeddings()
         pack_weights(model, WEIGHT_DTYPES, head, to_bytes)  # the largest weight first, while no other one is there twice

@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.config.engine import INT8
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device, runs_compiled
 from eyas.kernels.arguments import Projected
-from eyas.models.backends.packed_weights import optimize_for_cpu
+from eyas.models.backends.cpu import round_rows_of
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
@@ -49,6 +50,7 @@ from eyas.models.heads.eagle import head_rotary
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.fusers import LinearFuser
 from eyas.models.heads.layers import (
+    FP8,
     check_draft_vocabulary,
     draft_ids_of,
     quantise_head,
@@ -400,12 +402,12 @@ def serve(head: BlockHead, quantization: str = "") -> BlockHead:
     c, weight = head.requires_grad_(False).eval().config, head.embed_tokens.weight
     for number in range(len(head.layers)):
         head._layer(number).self_attn.serve()
-    if quantization:
-        quantise_head(head, weight.device)
-        return head
-    optimize_for_cpu(head)
-    if runs_compiled(weight.device) and weight.dtype == torch.float32 and not c.conv_kernel and not c.attention_bias:
-        head.compiled = CompiledBackbone(c, list(head.layers), head.norm, head.rotary)
+    quantise_head(head, weight.device, quantization)
+    is_plain = weight.dtype == torch.float32 and quantization != FP8 and not c.conv_kernel and not c.attention_bias
+    if is_plain and runs_compiled(weight.device):
+        if quantization == INT8:
+            round_rows_of(head.modules())
+        head.compiled = CompiledBackbone(c, list(head.layers), head.norm, head.rotary, quantization == INT8)
     return head
 
 

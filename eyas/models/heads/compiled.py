@@ -56,18 +56,30 @@ class CompiledEagle:
         layers.compile_kernels()
         drafting.compile_kernels()
 
-    def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache) -> Tensor:
-        """Return states [R, H] of rows in slots, features [R, H], through all layers."""
+    def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache, last: Sequence[Segment] = ()) -> Tensor:
+        """Return states [R, H] of rows in slots, features [R, H], through all layers. last: see `run_rows`, as segments."""
         packed = Segments.of(segments)
         tokens, _, slots, *_ = packed.rows
-        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, packed.row_keys(), kv)
+        ends = Segments.of(last).row_keys() if last else None
+        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, packed.row_keys(), kv, ends)
 
-    def run_rows(self, states: Tensor, sources: Ints, tokens: Ints, slots: Ints, keys: RowKeys, kv: KVCache) -> Tensor:
+    def run_rows(
+        self,
+        states: Tensor,
+        sources: Ints,
+        tokens: Ints,
+        slots: Ints,
+        keys: RowKeys,
+        kv: KVCache,
+        last: RowKeys | None = None,
+    ) -> Tensor:
         """Return the states [R, H] of rows behind the states [N, H] that `sources` [R] name.
 
         Args:
             tokens: the target's ids [R].
             slots: for their keys and values [R].
+            last: keys that the last row of each segment sees. The last layer finishes these rows alone, and only their
+                states are returned [S, H]; None finishes all.
         """
         head, width = self._head, states.shape[1]
         if head.fc is not None:
@@ -83,11 +95,15 @@ class CompiledEagle:
                 residual.copy_(inputs[:, width:])
         rows = CpuRows(residual, slots, keys, inputs=inputs)
         rotary = self._cos[keys.positions], self._sin[keys.positions]
-        if self._stack:
+        if self._stack and last is None:
             self._stack.run(rows, [rotary], kv)
         else:
             for number, layer in enumerate(self._layers):
-                layer.run(self._kernels, rows, rotary, kv, number)
+                qkv = layer.project(self._kernels, rows, rotary, kv, number)
+                if last is not None and number == len(self._layers) - 1:
+                    ends = keys.ends - 1
+                    rows, qkv = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], last), qkv[ends]
+                layer.finish(self._kernels, rows, qkv, kv, number)
         return rows.normed if self._head.config.wiring.output == "normed" else rows.state
 
     def logits(self, states: Tensor) -> Tensor:
@@ -114,9 +130,12 @@ class CompiledBackbone:
         layers: packed, in float32, without convolutions and biases.
         norm: behind them.
         rotary: [length, 2, d].
+        to_bytes: whether their weights are rounded to 8 bits.
     """
 
-    def __init__(self, c: BlockHeadConfig, layers: Sequence[Any], norm: nn.RMSNorm, rotary: Tensor) -> None:
+    def __init__(
+        self, c: BlockHeadConfig, layers: Sequence[Any], norm: nn.RMSNorm, rotary: Tensor, to_bytes: bool = False
+    ) -> None:
         from eyas.kernels.cpu import layers as kernels
 
         self._kernels, self._config, self._num_kv = kernels, c, c.num_kv_heads
@@ -128,8 +147,8 @@ class CompiledBackbone:
         ]
         self._stack = CpuStack.of(self._layers)
         parts = [[getattr(layer.self_attn, name) for layer in layers] for name in ("k_proj", "v_proj")]
-        weight = torch.cat([part.weight for each in parts for part in each])
-        self._context = CpuProduct.of(PackedProduct(weight))
+        context = PackedProduct(torch.cat([part.weight for each in parts for part in each]), to_bytes=to_bytes)
+        self._context = CpuProduct.of(context)
         norms = [layer.self_attn.k_norm.weight.expand(self._num_kv, -1) for layer in layers]
         self._context_norm = self._norm(torch.cat(norms))
 

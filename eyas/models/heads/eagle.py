@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache, KVShape
+from eyas.config.engine import INT8
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device, runs_compiled
 from eyas.kernels.arguments import LayerSlots, Projected
 from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain.layers import take_rows
-from eyas.models.backends.packed_weights import optimize_for_cpu
+from eyas.models.backends.cpu import round_rows_of
 from eyas.models.checkpoint import (
     DEPTH_KEY,
     EMBEDDING_NAMES,
@@ -45,6 +46,7 @@ from eyas.models.heads.eagle_config import (
 )
 from eyas.models.heads.fusers import LinearFuser
 from eyas.models.heads.layers import (
+    FP8,
     BackboneSizes,
     DraftLayer,
     backbone_json,
@@ -291,11 +293,10 @@ def load_head(
     cast = {name: tensor.to(to) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
     max_model_len = get_setting(int, target.text_config, "max_position_embeddings", target.folder)
     head = EagleHead(config, cast, embedding.to(to), lm_head.to(to), max_model_len).to(torch.device(device))
-    if quantization:
-        quantise_head(head, torch.device(device))
-        return head
-    optimize_for_cpu(head)
-    if dtype == "float32" and kind != "peagle" and runs_compiled(torch.device(device)):
+    quantise_head(head, torch.device(device), quantization)
+    if dtype == "float32" and kind != "peagle" and quantization != FP8 and runs_compiled(torch.device(device)):
+        if quantization == INT8:
+            round_rows_of(head.modules())
         head.compiled = CompiledEagle(head)
     return head
 

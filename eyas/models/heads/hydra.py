@@ -13,12 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.config.engine import INT8
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import Projected
 from eyas.models.checkpoint import EMBEDDING_NAMES, Checkpoint, CheckpointSource, check_tensors, open_checkpoint
 from eyas.models.heads.layers import (
+    FP8,
     DraftLayer,
     LayerSizes,
     Shapes,
@@ -150,8 +152,8 @@ def load_hydra(
     prefix = PrefixLayer(prefix_sizes, under_prefix(cast, PREFIX), target) if prefix_sizes else None
     heads = [_head(cast, config, index) for index in range(config.num_heads)]
     head = HydraHead(heads, embedding.to(getattr(torch, dtype)), ids, prefix).to(torch.device(device))
-    if quantization:
-        quantise_head(head, torch.device(device))
+    if quantization in (FP8, INT8):
+        quantise_head(head, torch.device(device), quantization)
     return head
 
 

@@ -16,16 +16,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from eyas.config.engine import INT8
 from eyas.config.file_values import get_setting
-from eyas.device.placement import check_e4m3
+from eyas.device.placement import check_e4m3, check_int8
 from eyas.errors import CheckpointError
 from eyas.kernels.arguments import LayerSlots, Projected
 from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain import layers as plain
+from eyas.models.backends.packed_weights import optimize_for_cpu
 from eyas.models.layers.norms import HeadLayout
 
 # Weights of 8 bits.
 FLOAT8 = torch.float8_e4m3fn
+FP8 = "fp8"
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -218,11 +221,16 @@ class Float8Linear(nn.Module):
         return layer_kernels(x).scaled_linear(x, self.weight, self.bias, self.scales)
 
 
-def quantise_head(head: nn.Module, device: torch.device) -> None:
-    """Round the weights of a head's linear layers to 8 bits, as `drafting.quantization: fp8` asks for.
+def quantise_head(head: nn.Module, device: torch.device, quantization: str) -> None:
+    """Round the weights of a head's linear layers to 8 bits, as `drafting.quantization` asks for; others stay as they are.
 
-    Raises ConfigError for a GPU without such numbers.
+    Raises ConfigError for fp8 on a GPU without such numbers, and for int8 where no kernel multiplies by them.
     """
+    if quantization == INT8:
+        check_int8(str(device), "drafting.quantization")
+    if quantization != FP8:
+        optimize_for_cpu(head, to_bytes=quantization == INT8)
+        return
     check_e4m3("drafting.quantization is fp8", device, "Leave it empty")
     for parent in list(head.modules()):
         for name, layer in list(parent.named_children()):

@@ -13,11 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from eyas.config.engine import INT8
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import CheckpointSource, check_tensors, open_checkpoint
-from eyas.models.heads.layers import frozen, linear, quantise_head, take_draft_ids
+from eyas.models.heads.layers import FP8, frozen, linear, quantise_head, take_draft_ids
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
@@ -36,13 +37,13 @@ class MedusaHead(nn.Module):
         self.draft_ids: Tensor
         self.narrow: nn.ModuleList | None = None  # by head, its blocks and its output layer with weights of 8 bits
 
-    def quantise(self, device: torch.device) -> None:
+    def quantise(self, device: torch.device, quantization: str) -> None:
         """Round all weights to 8 bits. Heads then take products of their own. Raises ConfigError as `quantise_head`."""
         outputs = [linear(output) for output in self.outputs]
         layers = list(zip(self.weights, self.biases, strict=True))
         blocks = [nn.ModuleList(linear(w[head], b[head, 0]) for w, b in layers) for head in range(self.num_heads)]
-        quantise_head(own := nn.ModuleList(outputs), device)
-        quantise_head(narrow := nn.ModuleList(blocks), device)
+        quantise_head(own := nn.ModuleList(outputs), device, quantization)
+        quantise_head(narrow := nn.ModuleList(blocks), device, quantization)
         for head, parts in enumerate(blocks):
             parts.append(own[min(head, len(own) - 1)])
         self.weights, self.biases = nn.ParameterList(), nn.ParameterList()
@@ -104,8 +105,8 @@ def load_medusa(
     scale = get_setting(float, config, "logit_scale", checkpoint.config_file, 1.0)
     outputs = torch.stack([cast[f"lm_heads.{head}.weight"] for head in range(num_outputs)]) * scale
     head = MedusaHead(weights, biases, outputs, ids).to(torch.device(device))
-    if quantization:
-        head.quantise(torch.device(device))
+    if quantization in (FP8, INT8):
+        head.quantise(torch.device(device), quantization)
     return head
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from eyas.cache.kv_cache import KVCache, KVShape
+from eyas.config.engine import INT8
 from eyas.config.mtp_layouts import LAYOUTS, MtpModules, find_modules, num_layers_of
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
@@ -32,7 +33,7 @@ from eyas.models.checkpoint import (
     shortened,
 )
 from eyas.models.heads.eagle_config import HeadWiring, recorded_wiring
-from eyas.models.heads.layers import frozen, linear, quantise_head
+from eyas.models.heads.layers import FP8, frozen, linear, quantise_head
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT, final_norm
 from eyas.models.inputs import PackedInputs
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention
@@ -236,8 +237,8 @@ def load_mtp_head(
     read = cache(target.tensor)
     for number in range(found.count):
         model, architecture = _load_module(MtpFiles(checkpoint, target, found, number, read), config, dtype, device, shared)
-        if quantization:
-            quantise_head(model, torch.device(device))
+        if quantization in (FP8, INT8):
+            quantise_head(model, torch.device(device), quantization)
         adapt_model(model, getattr(torch, dtype), int(config.max_position_embeddings))
         shared = shared or TargetModel(model, architecture=architecture)
         modules.append(MtpModule(model, model.mtp_inputs, number))

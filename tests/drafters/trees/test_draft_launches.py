@@ -83,7 +83,7 @@ def test_a_head_of_8_bits_reads_half_of_its_weights(method: str) -> None:
     """In as many launches, but for Medusa: its heads share products otherwise."""
     make = "eagle_head" if "eagle" in method else "multi_head" if method.startswith(("medusa", "hydra")) else "block_head"
     head: Any = copy.deepcopy(getattr(weightless, make)(method.removesuffix("-dynamic")))
-    head.quantise(META) if method.startswith("medusa") else quantise_head(head, META)
+    head.quantise(META, "fp8") if method.startswith("medusa") else quantise_head(head, META, "fp8")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weightless, make, lambda method: head)
         narrow = drafter_of(method)

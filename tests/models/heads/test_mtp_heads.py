@@ -119,13 +119,14 @@ def test_plain_modules_of_a_quantised_target_load_if_asked_for(tmp_path: Path) -
         load_mtp_head(folder, folder)
 
 
-def test_weights_of_8_bits_move_states_little(tmp_path: Path) -> None:
+@pytest.mark.parametrize("narrow", ["fp8", "int8"])
+def test_weights_of_8_bits_move_states_little(narrow: str, tmp_path: Path) -> None:
     folder = write_mtp(tmp_path / "target", "glm4_moe")
     rows = np.arange(6)
     features = torch.randn(6, HIDDEN, generator=torch.Generator().manual_seed(0))
     packed = pack([Segment(rows + 5, rows, rows, rows[:0], None, rows)], torch.device("cpu"))
     states = []
-    for quantization in ("", "fp8"):
+    for quantization in ("", narrow):
         head = load_mtp_head(folder, folder, quantization=quantization)
         kv_cache = KVCache(8, head.kv_shapes, 0, head.dtype, torch.device("cpu"))
         with torch.inference_mode():
