@@ -23,7 +23,7 @@ from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, DraftWork, within
 from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, last_row, new_rows, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
-from eyas.drafters.trees.cpu_growth import LevelGrowth
+from eyas.drafters.trees.cpu_growth import EagleGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import FoundRows, GrownRows, GrowthShape, Roots
 from eyas.drafters.trees.scoring import make_scorer, unfiltered_words
@@ -87,6 +87,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         self._compiled = compiled
         if compiled:
             compiled.compile_kernels()
+        self._growth = EagleGrowth(compiled, self._kv, self._tree_slots) if compiled and compiled.has_stack else None
         self._run_segments = partial(compiled.run, kv=self._kv) if compiled else self._run_packed
 
     def _widths(self, tree: TreeConfig, static_tree: StaticTree | None) -> Sequence[int]:
@@ -201,20 +202,12 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
-        compiled = self._compiled
-        words = unfiltered_words(contexts, self._config) if compiled else None
-        if compiled is None or words is None:
+        words = unfiltered_words(contexts, self._config) if self._growth else None
+        if self._growth is None or words is None:
             return super()._grow(contexts, states)
-        assert self._tree_slots is not None
-        shape = self._shape(contexts, self._max_expanded)
+        tokens, shape = [context.tokens[-1] for context in contexts], self._shape(contexts, self._max_expanded)
         budgets = [within(context.budget, self.tree) for context in contexts]
-        places = self._prefix_slots(contexts), self._tree_slots, self._head.max_model_len
-        growth = LevelGrowth(self.draft_ids, words, budgets, shape, *places)
-        growth.add(compiled.logits(states))
-        while growth.widths.any():
-            states = compiled.run_rows(states, *growth.rows(), self._kv)
-            growth.add(compiled.logits(states))
-        return growth.trees([context.tokens[-1] for context in contexts])
+        return self._growth.trees(states, tokens, words, budgets, shape, self._prefix_slots(contexts))
 
     def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
         assert isinstance(self._head, EagleHead), "other heads expand rows themselves"

@@ -3,126 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from eyas.arrays import Bools, Ints
+from eyas.arrays import Ints
+from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.drafters.base import limits_of
 from eyas.drafters.trees.rows import GrowthShape
-from eyas.kernels.arguments import RowKeys
 from eyas.models.backends.packed_weights import PackedProduct
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTrees
 
-
-class FrontierRows(NamedTuple):
-    """The nodes that are expanded next, as rows for the kernels of the CPU, [R] each.
-
-    Attributes:
-        sources: the rows above theirs, among those of the level before.
-        tokens: the target's ids.
-        slots: for their keys and values.
-        keys: what they see: the prefix, their ancestors and themselves.
-    """
-
-    sources: Ints
-    tokens: Ints
-    slots: Ints
-    keys: RowKeys
+if TYPE_CHECKING:
+    from eyas.kernels.cpu.eagle_trees import EagleTrees
+    from eyas.models.heads.compiled import CompiledEagle
 
 
-class LevelGrowth:
-    """Trees that grow level by level on the CPU. As `TreeGrowth`, without nodes whose children cannot be chosen.
-
-    widths, frontiers: of each session the number of nodes to expand next, and these as candidates [S], [S, k].
+class EagleGrowth:
+    """Trees of an EAGLE head, level by level. As `TreeGrowth`, without nodes whose children cannot be chosen.
 
     Args:
-        draft_ids, words: see CompiledGrowth.
-        shape: most levels, and nodes expanded at each.
-        prefixes: slots of each session.
+        head: runs by compiled kernels, all layers in one.
+        kv: of its layers.
         tree_slots: for the rows of each tree.
     """
 
-    def __init__(
+    def __init__(self, head: CompiledEagle, kv: KVCache, tree_slots: Ints) -> None:
+        from eyas.kernels.cpu import drafting, eagle_trees
+        from eyas.kernels.cpu.sampling import shared_noise
+
+        drafting.compile_kernels()
+        eagle_trees.compile_kernels()
+        self._kernels, self._noise = eagle_trees, shared_noise
+        self._head, self._kv, self._tree_slots = head, kv, tree_slots
+        self._weights = head.weights
+
+    def trees(
         self,
-        draft_ids: Tensor,
+        states: Tensor,
+        roots: Sequence[int],
         words: Ints,
         budgets: Sequence[TreeBudget],
         shape: GrowthShape,
         prefixes: Sequence[Slots],
-        tree_slots: Ints,
-        max_model_len: int,
-    ) -> None:
-        from eyas.kernels.cpu import drafting as kernels
-        from eyas.kernels.cpu.sampling import shared_noise
+    ) -> DraftTrees:
+        """Return the trees below the last commits of sessions.
 
-        self._kernels, self._noise = kernels, kernels.NO_NOISE
-        self._draft_ids, self._words = draft_ids.numpy(), words
-        self._limits, depths = limits_of(budgets)
-        self._depths, sessions, k = np.minimum(depths, shape.num_steps), len(budgets), shape.top_k
-        if words[2].any():
-            self._noise = np.empty((sessions, shape.num_steps, len(self._draft_ids)), np.float32)
-            shared_noise(words, self._draft_ids, self._noise)
-        room = k + (shape.num_steps - 1) * k * k
-        self._tokens, self._parents = np.empty((2, sessions, room), np.int64)
-        self._scores, self._counts = np.empty((sessions, room), np.float32), np.zeros(sessions, np.int64)
-        self._firsts = self._counts.copy()  # of the candidates of the last level
-        self.widths, self.frontiers = np.ones(sessions, np.int64), np.zeros((sessions, k), np.int64)
-        self._num_levels = 0
-        self._prefixes, self._tree_slots, self._max_model_len = prefixes, tree_slots, max_model_len
-        self._seen: list[Bools] = [np.zeros((1, 0), np.bool_) for _ in prefixes]  # which rows the newest rows see
-        self._starts = np.arange(sessions)  # of each session's newest rows
+        Args:
+            states: behind their last pairs [S, H].
+            roots: the target's ids.
+            words: see `scoring.unfiltered_words`.
+            shape: most levels, and nodes expanded at each.
+            prefixes: slots of each session.
+        """
+        growth = self._start(words, budgets, shape, prefixes)
+        logits = self._head.logits(states)
+        for level in range(int(growth.depths.max())):
+            rows = self._kernels.grow_eagle_level(self._weights, growth, level, logits.numpy(), states.numpy())
+            if not growth.widths.any():
+                break
+            states, logits = self._head.run_level(rows, self._kv)
+        most = int(growth.limits.max())
+        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
+        self._kernels.select_eagle_trees(self._weights, growth, cells, scores)
+        return DraftTrees.below(roots, cells[0, :, :-1], cells[1, :, :-1], scores, cells[0, :, -1])
 
-    def add(self, logits: Tensor) -> None:
-        """Record the children of all frontiers, float32 [R, D] session by session."""
-        self._firsts[:] = self._counts
-        self._kernels.grow_level(
-            logits.numpy(), self._num_levels, self._noise, self._words, self._limits, self._depths, self.widths,
-            self.frontiers, self._counts, self._scores, self._tokens, self._parents,
-        )  # fmt: skip
-        self._num_levels += 1
-
-    def rows(self) -> FrontierRows:
-        """Return the frontiers as rows of the next pass."""
-        sessions, widths = np.flatnonzero(self.widths).tolist(), self.widths
-        owners, num_children = np.repeat(np.arange(len(widths)), widths), self.frontiers.shape[1]
-        candidates = np.concatenate([self.frontiers[s, : widths[s]] for s in sessions])
-        is_first = self._num_levels == 1
-        parents = np.zeros_like(candidates) if is_first else (candidates - self._firsts[owners]) // num_children
-        ends, before = np.cumsum(widths), [self._seen[s].shape[1] for s in sessions]
-        sources = self._starts[owners] + parents
-        for s in sessions:
-            above = self._seen[s][parents[ends[s] - widths[s] : ends[s]]]
-            self._seen[s] = np.concatenate([above, np.eye(widths[s], dtype=np.bool_)], 1)
-        self._starts = ends - widths
-        prefixes = [
-            np.concatenate([self._prefixes[s], self._tree_slots[s, :n]]) for s, n in zip(sessions, before, strict=True)
-        ]
-        slots = np.concatenate([self._tree_slots[s, n : n + widths[s]] for s, n in zip(sessions, before, strict=True)])
-        positions = np.array([len(own) for own in self._prefixes])[owners] + (self._num_levels - 1)
-        keys = RowKeys(
-            starts=self._starts[sessions],
-            ends=ends[sessions],
+    def _start(
+        self, words: Ints, budgets: Sequence[TreeBudget], shape: GrowthShape, prefixes: Sequence[Slots]
+    ) -> EagleTrees:
+        limits, depths = limits_of(budgets)
+        depths = np.minimum(depths, shape.num_steps)
+        sessions, k, num_levels = len(budgets), shape.top_k, int(depths.max())
+        noise = np.empty((sessions if words[2].any() else 0, num_levels, len(self._weights.draft_ids)), np.float32)
+        if len(noise):
+            self._noise(words, self._weights.draft_ids, noise)
+        room = k + max(num_levels - 1, 0) * k * k
+        return self._kernels.EagleTrees(
+            noise,
+            words,
+            limits,
+            depths,
+            widths=np.ones(sessions, np.int64),
+            frontiers=np.zeros((sessions, k), np.int64),
+            counts=np.zeros(sessions, np.int64),
+            scores=np.empty((sessions, room), np.float32),
+            tokens=np.empty((sessions, room), np.int64),
+            parents=np.empty((sessions, room), np.int64),
+            starts=np.arange(sessions),
+            num_run=np.zeros(sessions, np.int64),
+            seen=np.zeros((sessions, k, k * num_levels), np.bool_),
             prefix=np.concatenate(prefixes),
             prefix_ends=np.cumsum([len(own) for own in prefixes]),
-            causal=np.zeros(len(sessions), np.bool_),
-            num_masked=np.array(before),
-            visible=np.concatenate([self._seen[s].ravel() for s in sessions]),
-            positions=np.minimum(positions, self._max_model_len - 1),
+            tree_slots=self._tree_slots,
         )
-        return FrontierRows(sources, self._draft_ids[self._tokens[owners, candidates]], slots, keys)
-
-    def trees(self, roots: Sequence[int]) -> DraftTrees:
-        """Return the trees below the roots, the target's ids."""
-        most = int(self._limits.max())
-        cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float32)
-        self._kernels.select_trees(
-            self._limits, self._counts, self._draft_ids, self._scores, self._tokens, self._parents, cells, scores
-        )
-        return DraftTrees.below(roots, cells[0, :, :-1], cells[1, :, :-1], scores, cells[0, :, -1])
 
 
 class CompiledGrowth:

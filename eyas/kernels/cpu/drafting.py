@@ -205,8 +205,6 @@ def compile_kernels() -> None:
     compile_all(
         {
             shared_noise: (words, ids, cube),
-            grow_level: (*(rows, int64, cube, words, ids, ids, ids, words, ids), *(rows, words, words)),
-            select_trees: (ids, ids, ids, rows, words, words, int64[:, :, ::1], rows),
             grow_trees: (cube, markov, ids, ids, cube, words, ids, ids, int64, int64[:, :, ::1], rows),
         }
     )

@@ -14,7 +14,7 @@ from eyas.arrays import Floats, Ints
 from eyas.cache.kv_cache import KVCache
 from eyas.kernels.arguments import AttentionRule, RowKeys
 from eyas.models.backends.cpu import CpuLayer, CpuProduct, CpuProducts, CpuRows, CpuStack
-from eyas.models.backends.packed_weights import PackedLinear, PackedProduct
+from eyas.models.backends.packed_weights import NO_WEIGHT, PackedLinear, PackedProduct
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.layers import DraftLayer
 from eyas.models.inputs import Segment, Segments
@@ -22,7 +22,11 @@ from eyas.models.layers.fused import merged_product
 from eyas.models.layers.norms import HeadLayout, RMSNorm
 
 if TYPE_CHECKING:
+    from eyas.kernels.cpu.eagle_trees import EagleWeights
     from eyas.models.heads.eagle import EagleHead
+
+# Of a level's rows: embeddings and features side by side [R, 2 H], residual [R, H], cos and sin [R, d], slots, RowKeys.
+LevelRows = tuple[Floats, Floats, Floats, Floats, Ints, RowKeys]
 
 
 class CompiledEagle:
@@ -50,61 +54,25 @@ class CompiledEagle:
 
     @staticmethod
     def compile_kernels() -> None:
-        """Compile what a drafter runs, unless that is done."""
-        from eyas.kernels.cpu import drafting, layers
+        """Compile what passes run, unless that is done."""
+        from eyas.kernels.cpu.layers import compile_kernels
 
-        layers.compile_kernels()
-        drafting.compile_kernels()
+        compile_kernels()
 
-    def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache, last: Sequence[Segment] = ()) -> Tensor:
-        """Return states [R, H] of rows in slots, features [R, H], through all layers. last: see `run_rows`, as segments."""
-        packed = Segments.of(segments)
-        tokens, _, slots, *_ = packed.rows
-        ends = Segments.of(last).row_keys() if last else None
-        return self.run_rows(features, np.arange(len(tokens)), tokens, slots, packed.row_keys(), kv, ends)
+    @property
+    def has_stack(self) -> bool:
+        """Return whether one kernel runs all layers."""
+        return self._stack is not None
 
-    def run_rows(
-        self,
-        states: Tensor,
-        sources: Ints,
-        tokens: Ints,
-        slots: Ints,
-        keys: RowKeys,
-        kv: KVCache,
-        last: RowKeys | None = None,
-    ) -> Tensor:
-        """Return the states [R, H] of rows behind the states [N, H] that `sources` [R] name.
+    @property
+    def weights(self) -> EagleWeights:
+        """What the inputs of the layers are made from, as a kernel takes it."""
+        from eyas.kernels.cpu.eagle_trees import EagleWeights
 
-        Args:
-            tokens: the target's ids [R].
-            slots: for their keys and values [R].
-            last: keys that the last row of each segment sees. The last layer finishes these rows alone, and only their
-                states are returned [S, H]; None finishes all.
-        """
-        head, width = self._head, states.shape[1]
-        if head.fc is not None:
-            embedded = F.embedding(torch.from_numpy(tokens), head.embedding)
-            inputs, residual = head.first_inputs(embedded, states[torch.from_numpy(sources)])
-        else:
-            inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
-            self._kernels.pair_inputs(
-                states.numpy(), sources, self._embedding, tokens, *self._pair_norms, head.config.rms_norm_eps,
-                inputs.numpy(), residual.numpy(),
-            )  # fmt: skip
-            if head.config.wiring.norm_before_residual:
-                residual.copy_(inputs[:, width:])
-        rows = CpuRows(residual, slots, keys, inputs=inputs)
-        rotary = self._cos[keys.positions], self._sin[keys.positions]
-        if self._stack and last is None:
-            self._stack.run(rows, [rotary], kv)
-        else:
-            for number, layer in enumerate(self._layers):
-                qkv = layer.project(self._kernels, rows, rotary, kv, number)
-                if last is not None and number == len(self._layers) - 1:
-                    ends = keys.ends - 1
-                    rows, qkv = CpuRows(rows.state[torch.from_numpy(ends)], slots[:0], last), qkv[ends]
-                layer.finish(self._kernels, rows, qkv, kv, number)
-        return rows.normed if self._head.config.wiring.output == "normed" else rows.state
+        state_norm, token_norm = self._pair_norms or [NO_WEIGHT, NO_WEIGHT]
+        config, ids = self._head.config, self._head.draft_ids.numpy()
+        norms = state_norm, token_norm, config.rms_norm_eps, config.wiring.norm_before_residual
+        return EagleWeights(self._embedding, ids, self._cos, self._sin, *norms)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return draft logits [R, D] of states [R, H]."""
@@ -113,6 +81,55 @@ class CompiledEagle:
             self._kernels.norm(states.numpy(), norm.factors, norm.eps, normed.numpy())
             states = normed
         return self._head.lm_head(states)  # type: ignore[no-any-return]
+
+    def run_level(self, level: LevelRows, kv: KVCache) -> tuple[Tensor, Tensor]:
+        """Return the states [R, H] of a level's rows behind all layers, and their draft logits [R, D].
+
+        level: see `grow_eagle_level`.
+        """
+        pairs, residual, cos, sin, slots, keys = level
+        inputs, state = torch.from_numpy(pairs), torch.from_numpy(residual)
+        if self._head.fc is not None:
+            inputs = state = self._head.fc(inputs)
+        rows, output = CpuRows(state, slots, keys, inputs=inputs), self._head.config.wiring.output
+        assert self._stack is not None
+        self._stack.run(rows, [(cos, sin)], kv)
+        states = rows.normed if output == "normed" else rows.state
+        return states, self._head.lm_head(rows.state if output == "bare" else rows.normed)
+
+    def run(self, features: Tensor, segments: Sequence[Segment], kv: KVCache, last: Sequence[Segment] = ()) -> Tensor:
+        """Return the states [R, H] of rows, features [R, H], behind all layers.
+
+        Args:
+            last: the last row of each segment, again. The last layer finishes these rows alone, and only their states are
+                returned [S, H]; without them all.
+        """
+        head, width, packed = self._head, features.shape[1], Segments.of(segments)
+        tokens, _, slots, *_ = packed.rows
+        keys = packed.row_keys()
+        if head.fc is not None:
+            inputs, residual = head.first_inputs(F.embedding(torch.from_numpy(tokens), head.embedding), features)
+        else:
+            inputs, residual = torch.empty(len(tokens), 2 * width), torch.empty(len(tokens), width)
+            self._kernels.pair_inputs(
+                features.numpy(), np.arange(len(tokens)), self._embedding, tokens, *self._pair_norms,
+                head.config.rms_norm_eps, inputs.numpy(), residual.numpy(),
+            )  # fmt: skip
+            if head.config.wiring.norm_before_residual:
+                residual.copy_(inputs[:, width:])
+        rows = CpuRows(residual, slots, keys, inputs=inputs)
+        rotary = self._cos[keys.positions], self._sin[keys.positions]
+        if self._stack and not last:
+            self._stack.run(rows, [rotary], kv)
+        else:
+            for number, layer in enumerate(self._layers):
+                qkv = layer.project(self._kernels, rows, rotary, kv, number)
+                if last and number == len(self._layers) - 1:
+                    ends = keys.ends - 1
+                    own = rows.state[torch.from_numpy(ends)]
+                    rows, qkv = CpuRows(own, slots[:0], Segments.of(last).row_keys()), qkv[ends]
+                layer.finish(self._kernels, rows, qkv, kv, number)
+        return rows.normed if head.config.wiring.output == "normed" else rows.state
 
 
 def _compiled_layer(layer: DraftLayer, behind: RMSNorm) -> CpuLayer:
