@@ -150,8 +150,8 @@ class DraftingConfig:
         max_head_steps: most tree levels that the head grows; a combined method's other drafter may go deeper. 0 takes
             tree.num_steps.
         quantization: "fp8" rounds the weights of a draft head's linear layers to 8 bits at load, with a scale for each
-            output; "int8" does so on a CPU, with a scale for each 16 inputs. "none" keeps them. Empty is "int8" on a CPU next
-            to a target from a GGUF file, or in `LLM` with `engine.quantization` "int8", else "none".
+            output; "int8" does so on a CPU, with a scale for each 16 inputs. "none" keeps them. Empty is "int8" on a CPU
+            next to a target from a GGUF file, or in `LLM` with `engine.quantization` "int8", else "none".
         emulated_device: cost table of a device to emulate on the CPU, as `engine.emulated_device`.
         draft_ahead: drafting between two commits. Only draft services do it.
     """

@@ -159,6 +159,10 @@ class CombinedDrafter(LocalDrafter):
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.release([context.session for context in contexts if self._sessions.starts_epoch(context)])
+        for context in contexts:  # after lookups alone, a commit begins where the network is
+            known = self._sessions.get(context.session)
+            if known and context.start_position in known.lengths:
+                known.committed_length = context.start_position
         followed = [self._sessions.follow(context) for context in contexts]
         sessions: list[_CombinedSession] = []
         for context, session in zip(contexts, followed, strict=True):

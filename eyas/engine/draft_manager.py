@@ -57,6 +57,7 @@ class DraftManager:
         self._failed: set[str] = set()  # requests that go on without drafts
         self._has_failed = False
         self._templates: dict[str, DraftContext] = {}  # by request id, what all contexts of a session have
+        self._lacking: dict[str, int] = {}  # by request id, committed length of a network whose lookups drafted alone since
 
     def use_path_masks(self, path_masks: PathMasks) -> None:
         """Let a drafter in this process prune its trees by grammars while they grow."""
@@ -100,6 +101,11 @@ class DraftManager:
             and drafter.can_draft(sequence.request.id)
         ]
 
+    def missing(self, sequences: Iterable[Sequence]) -> list[int]:
+        """Return how many tokens of each sequence the drafter lacks, of a pair its network."""
+        lacking = self._lacking
+        return [s.computed + 1 - min(s.drafted, lacking.get(s.request.id, s.drafted)) for s in sequences]
+
     def request(
         self,
         sequences: Seq[Sequence],
@@ -133,19 +139,22 @@ class DraftManager:
     ) -> None:
         needs = drafter.needs
         requested = [sequence for sequence, _ in wanted]
+        starts = [s.drafted for s in requested]
+        if self._lacking and not lookups_alone:
+            starts = [s.computed + 1 - missing for s, missing in zip(requested, self.missing(requested), strict=True)]
         features: Iterable[Tensor | None] = repeat(None)
         if needs.features and not lookups_alone:  # what the drafter lacks, all gathered at once
-            slots = [s.slots[s.drafted - 1 if s.drafted else 0 : s.computed] for s in requested]
+            slots = [s.slots[max(start - 1, 0) : s.computed] for s, start in zip(requested, starts, strict=True)]
             features = torch.split(self._runner.features(np.concatenate(slots)), [len(own) for own in slots])
         contexts = list[DraftContext]()
-        for (sequence, budget), rows in zip(wanted, features, strict=False):
+        for (sequence, budget), start, rows in zip(wanted, starts, features, strict=False):
             name = sequence.request.id
             template = self._template(sequence.request)
             takes_samples = needs.samples and template.proposal == "deterministic"
             context = template._replace(
                 epoch=sequence.epoch,
-                start_position=sequence.drafted,
-                tokens=tuple(sequence.tokens[sequence.drafted : sequence.computed + 1]),
+                start_position=start,
+                tokens=tuple(sequence.tokens[start : sequence.computed + 1]),
                 features=rows,
                 budget=budget,
                 samples=sequence.samples if takes_samples else (),
@@ -154,6 +163,8 @@ class DraftManager:
                 lookups_alone=lookups_alone,
             )
             contexts.append(context)
+            if lookups_alone:
+                self._lacking.setdefault(name, start)
         self._pending = drafter.request(contexts)  # if it raises, nothing is pending
         self._contexts, self._requested = contexts, requested
 
@@ -216,6 +227,8 @@ class DraftManager:
                 if not 0 <= drafted <= sequence.num_draftable:
                     self._rejected.append(context.session)
                     drafted, epoch = 0, epoch + 1
+            if draft is not None and not context.lookups_alone:
+                self._lacking.pop(context.session, None)
             replies.append(DraftReply(sequence, tree, drafted, epoch))
         return replies
 
@@ -227,6 +240,7 @@ class DraftManager:
         self._failed.difference_update(request_ids)
         for request_id in request_ids:
             self._templates.pop(request_id, None)
+            self._lacking.pop(request_id, None)
         if self._ended and not self._requested:
             ended, self._ended = self._ended, []
             self._guarded(partial(self._drafter.release, ended))

@@ -302,13 +302,14 @@ class Engine:
         """Have the next step's trees drafted, as large as the budget allows."""
         running = self.scheduler.running
         ready = self.draft_manager.ready(running)
-        decoding = [sequence.request.id for sequence in ready if not sequence.prefilling]
+        decoding = [sequence for sequence in ready if not sequence.prefilling]
         num_plain = sum([not sequence.prefilling for sequence in running]) - len(decoding)
         prefilling = [len(s.tokens) - s.computed for s in running if s.prefilling]
         num_prompt_rows = min(sum(prefilling), self.scheduler.config.max_prefill_tokens)
         num_context_tokens = sum([sequence.computed for sequence in running])
-        step = NextStep(len(prefilling), num_prompt_rows, num_context_tokens)
-        sizes = self.budget.choose(decoding, self.scheduler.max_tree_nodes, num_plain, step)
+        step = NextStep(len(prefilling), num_prompt_rows, num_context_tokens, self.draft_manager.missing(decoding))
+        names = [sequence.request.id for sequence in decoding]
+        sizes = self.budget.choose(names, self.scheduler.max_tree_nodes, num_plain, step)
         if self.budget.num_nodes == 1 and not (
             prefilling and self.budget.takes_prompts and self.draft_manager.takes_prompts
         ):

@@ -84,7 +84,7 @@ class Commit(NamedTuple, Generic[FeaturesT]):
     has_tree: whether the verifier has cut the next tree from one that the drafter prepared, within the budget. Within that
         of a root it has no tree and does not wait for one.
     lookups_alone: whether lookups draft without the network that they stand next to. This lacks the tokens then, and the
-        commit has no features.
+        commit has no features. The next commit for both begins where the network is.
     """
 
     session: str

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence as Seq
-from collections.abc import Set
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +48,8 @@ class AdaptiveDraftBudget:
     While there is none, a few sequences try the largest trees. Once trees have lost more than a few plain steps, whatever
     was expected, there are none either. After what has lost time plain steps follow, twice as many after each loss in a row.
     They are also enough for what trees have lost, beyond what they had gained before, to be about TRY_SHARE of the time.
-    Nodes of trees that came compete by their own scores.
+    Catching up with what the drafter lacks counts there too. A step begins to draft for as many sequences as that takes a
+    plain step for. Nodes of trees that came compete by their own scores.
 
     Args:
         tree: the largest one.
@@ -60,7 +60,6 @@ class AdaptiveDraftBudget:
 
     Attributes:
         bar: what steps without these trees yield, over plain decoding: above 1 if others draft in them.
-        behind: requests without a tree in the next step, as their drafter first gets the tokens that it lacks.
     """
 
     lookups_alone = False
@@ -86,7 +85,6 @@ class AdaptiveDraftBudget:
         self.num_nodes = 1
         self.is_on = False
         self.bar = 1.0
-        self.behind: Set[str] = frozenset()
         self._name = name
         self._tree, self._verify, self._draft, self._is_apart = tree, verify, draft, is_apart
         self._survival, self._recent, self._choice = SurvivalModel(), RecentTrees(), Choice()
@@ -100,6 +98,8 @@ class AdaptiveDraftBudget:
         self._num_cold, self._num_others = self.NUM_COLD if is_apart else 0, 0  # the latter: sequences that cannot draft yet
         self._has_tried = False
         self._is_usual = self._prunes = True
+        self._late: dict[str, float] = {}  # seconds to catch up with each sequence
+        self._late_s = 0.0  # with those that draft in the next step
         self._trying: list[str] = []
         self._drafted: dict[int, DraftTree] = {}  # whole trees, by id of what is left of them
 
@@ -125,6 +125,7 @@ class AdaptiveDraftBudget:
         self._full = TreeBudget(self._most, min(self._tree.num_steps, self._most - 1))
         self._num_others = num_plain + step.num_prefilling
         sizes = self._chosen(decoding, num_plain) if decoding and self._most > 1 else {}
+        self._late_s = sum([self._late.get(name, 0.0) for name, size in sizes.items() if size.max_depth])
         self._is_usual = sum([not before.get(name, NO_TREE).max_depth for name in sizes]) <= self.MAX_LATE * len(sizes)
         self._sizes = dict.fromkeys(decoding, NO_TREE) | sizes
         self.num_nodes = max((size.max_nodes for size in sizes.values()), default=1)
@@ -138,6 +139,9 @@ class AdaptiveDraftBudget:
         if self._pause and not self._has_tried:
             return {}
         self._has_tried = False
+        usual = self._tree.num_steps + 1  # tokens of a step with a tree, at most
+        late = [max(missing - usual, 0) * self._draft.token_s for missing in self._step.missing]
+        self._late = dict(zip(decoding, late, strict=True)) if any(late) else {}
         choice = self._choice = self._best(count, num_plain)
         if not self.is_on and choice.size.max_depth:
             self._start(count)
@@ -145,10 +149,11 @@ class AdaptiveDraftBudget:
             self._stop(count)
         if self._pause:
             return {}
-        sizes = dict.fromkeys(decoding, choice.size) if choice.size.max_depth else {}
+        quick = self._quick(decoding, choice.plain_s) if self._late else decoding
+        sizes = dict.fromkeys(quick, choice.size) if choice.size.max_depth else {}
         interval = self.EXPLORE_STEPS if self._recent.known_size >= self._most else self.UNKNOWN_STEPS
         if not self.is_on or (sizes and choice.size != self._full and self._num_drafted % interval == 0):
-            sizes |= dict.fromkeys(self._few(decoding), self._full)
+            sizes |= dict.fromkeys(self._few(list(sizes) or decoding), self._full)
         return sizes
 
     def _best(self, count: int, num_plain: int) -> Choice:
@@ -169,7 +174,7 @@ class AdaptiveDraftBudget:
             return plain
         rows, accepted = count * yields[0], count * yields[1]  # [sizes, numbers of verified nodes]
         draft_s = self._draft.at(count, *np.array(sizes).T)[:, None] + self._host.more_s
-        seconds = self._verify.at(num_rows + rows) + draft_s + self._fixed_s
+        seconds = plain_s + self._verify.at(num_rows + rows) - self._verify.seconds(num_rows) + draft_s
         rates = (num_rows + accepted) / seconds
         best, least = float(rates.max()), plain.rate * (1.0 if self.is_on else self.MARGIN)
         place = int(np.argmax(rates.max(1) >= max(self.AS_GOOD * best, least)))  # the deepest come first
@@ -188,8 +193,19 @@ class AdaptiveDraftBudget:
             first, count, most_s = self._num_drafted % len(decoding), 1, self.TRY_DRAFT * self._choice.plain_s
             while count < min(self.MAX_TREES, len(decoding)) and self._draft.at(count + 1, *self._full) <= most_s:
                 count += 1
-            self._trying = [*decoding[first:], *decoding[:first]][:count]
+            others = [*decoding[first:], *decoding[:first]]
+            most_s -= float(self._draft.at(count, *self._full))
+            self._trying = (self._quick(others, most_s) if self._late else others)[:count]
         return self._trying
+
+    def _quick(self, decoding: Seq[str], most_s: float) -> list[str]:
+        """Return the first sequences that the drafter catches up with in `most_s` together; at least the quickest one."""
+        found = list[str]()
+        for name in decoding:
+            if self._late[name] <= most_s:
+                found.append(name)
+                most_s -= self._late[name]
+        return found or [min(decoding, key=self._late.__getitem__)]
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
         self._drafted = {id(tree): tree for tree in trees}
@@ -233,12 +249,13 @@ class AdaptiveDraftBudget:
         if not requested:
             return
         expected_s = float(self._draft.at(len(requested), *max(requested)))
+        wait_s = max(times.wait - self._late_s, 0.0)
         if self._is_usual and min(requested) == max(requested):
-            self._draft.observe(len(requested), max(requested), times.wait)
+            self._draft.observe(len(requested), max(requested), wait_s)
         self._observe_trees(batch, outputs)
         most_s = expected_s or np.inf  # a longer wait shows a pause of the machine, or catches up with what drafts later
         most_s *= 1.0 if self.is_on and not self._is_usual else np.inf if self._is_apart else CostModel.MAX_SURPRISE
-        self._account(batch, outputs, min(times.wait, most_s))
+        self._account(batch, outputs, min(wait_s, most_s))
 
     def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: StepOutputs) -> None:
         """Learn from the nodes of a step's trees."""
@@ -248,7 +265,7 @@ class AdaptiveDraftBudget:
         for scheduled, start, end in zip(batch, [0, *ends[:-1]], ends, strict=True):
             tree, request = scheduled.tree, scheduled.sequence.request
             size = self._sizes.get(request.id, NO_TREE)
-            if tree is None or start == end or not size.max_depth or request.id in self.behind:
+            if tree is None or start == end or not size.max_depth:
                 continue
             trees.append(tree)
             paths.append(nodes[start:end])
@@ -275,7 +292,7 @@ class AdaptiveDraftBudget:
         gain = sum([tokens for _, tokens in done]) / count / self.bar - seconds / plain_s
         gain = max(gain, -1.0) if self._num_cold else gain
         self._balance += gain
-        self._credit = min(self._credit + gain, self.CREDIT)
+        self._credit = min(self._credit + gain - self._late_s / plain_s, self.CREDIT)
         self._num_cold = max(self._num_cold - 1, 0)
         if self.is_on:
             most = 1 + 3 / count  # plain steps that trees may lose: what single sequences get varies more
@@ -284,7 +301,7 @@ class AdaptiveDraftBudget:
             elif self._balance <= -most:
                 self._stop(count)
         # a drafter that had to catch up shows in the next step what others take
-        elif self._is_usual or not (self._is_apart or self.behind):
+        elif self._is_usual or not self._is_apart:
             self._has_tried = True
             if self._balance <= 0:
                 self._wait()
@@ -316,12 +333,8 @@ class AdaptiveDraftBudget:
 
     def _step_s(self, num_rows: float) -> float:
         """Return the expected seconds of a step, without its draft."""
-        return self._verify.seconds(num_rows) + self._fixed_s
-
-    @property
-    def _fixed_s(self) -> float:
-        """Return the expected seconds of a step that do not depend on its rows, without its draft."""
-        return self._host.plain_s + self._context_token_s * self._step.num_context_tokens
+        context_s = self._context_token_s * self._step.num_context_tokens
+        return self._verify.seconds(num_rows) + self._host.plain_s + context_s
 
 
 def _steps(first: int, last: int) -> list[int]:

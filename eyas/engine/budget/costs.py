@@ -66,14 +66,16 @@ class DraftCosts:
 
     Args:
         first, level: None for a drafter that was not timed.
+        token_s: for each token of a sequence that the drafter has to catch up with; 0 for a drafter that was not timed.
     """
 
     RATE = 0.2  # weight of a measurement
     LEVEL_SHARE = 0.1  # of the first level in a further one, of a drafter that was not timed
     NUM_FIRST = 6  # of its first measurements the least counts, as it loads and connects meanwhile
 
-    def __init__(self, first: CostModel | None, level: CostModel | None, top_k: int) -> None:
+    def __init__(self, first: CostModel | None, level: CostModel | None, top_k: int, token_s: float = 0.0) -> None:
         self._first, self._level, self._top_k = first, level, top_k
+        self.token_s = token_s
         self._means: dict[int, float] = {}  # by depth, of measured over expected seconds
         self._num_first = 0 if first else self.NUM_FIRST
 

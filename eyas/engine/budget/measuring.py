@@ -35,8 +35,9 @@ LONG_ENOUGH_S = 0.01
 # Sizes timed at bends of a table at most, and how far off its time may be there, relative to it, for it to be no bend.
 MAX_BENDS, BEND = 4, 0.05
 PREFIX_TOKENS = 64
-# Tokens of a draft round's first commit.
+# Tokens of a draft round's first commit, and of one that catches up.
 FIRST_TOKENS = 4
+LATE_TOKENS = 128
 # Prefixes and sequences of the passes that time a context, and seconds of a pass from which that takes too long.
 CONTEXT_TOKENS, CONTEXT_SEQUENCES, LONG_PASS_S = 1024, 16, 0.1
 GREEDY = NoiseKey(seed=0)
@@ -152,7 +153,8 @@ def measure_drafting(
     """Return the seconds of draft rounds. lookups_alone: see Commit."""
     num_rows = max(min(tree.num_draft_tokens - 1, tree.top_k), 1)
     budget, epochs = TreeBudget(num_rows + 1, 1), itertools.count()
-    tokens = different_tokens(runner.target.vocab_size, engine.max_num_seqs + FIRST_TOKENS)
+    tokens = different_tokens(runner.target.vocab_size, engine.max_num_seqs + LATE_TOKENS)
+    num_late = min(LATE_TOKENS, runner.kv_cache.scratch, runner.target.max_model_len)
 
     def context(session: int, epoch: int, start: int, num_tokens: int) -> DraftContext:
         slots = np.arange(num_tokens if start else num_tokens - 1) % runner.kv_cache.scratch
@@ -171,14 +173,22 @@ def measure_drafting(
             yield partial(round_of, num_trees, epoch, start, num_tokens)
             start, num_tokens = start + num_tokens, 2
 
+    def late_rounds() -> Iterator[Callable[[], object]]:
+        while True:
+            yield partial(round_of, 1, next(epochs), 0, num_late)
+
     try:
         first = measure_sizes(rounds, engine.max_num_seqs, clock)
+        late = late_rounds()
+        next(late)()
+        late_s = max(_median_seconds(late, clock, 1) - first.seconds(1), 0.0)
         budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
         whole = measure_sizes(rounds, engine.max_num_seqs, clock)
     finally:
         drafter.release([f"warm-up {session}" for session in range(engine.max_num_seqs)])
     level = [max(float(whole.at(n) - first.at(n)), 0.0) / max(tree.num_steps - 1, 1) for n in whole.sizes]
-    return DraftCosts(first, CostModel([n * num_rows for n in whole.sizes], level), tree.top_k)
+    levels = CostModel([n * num_rows for n in whole.sizes], level)
+    return DraftCosts(first, levels, tree.top_k, late_s / num_late)
 
 
 def measure_sizes(

@@ -17,8 +17,8 @@ class PairDraftBudget:
     """Trees of both drafters while these pay, else trees of the lookups alone while those do.
 
     Trees of both have to yield more than the lookups did when these drafted alone last, which they do in single steps too,
-    after twice as many steps each time. The network lacks the tokens of sequences for which lookups drafted alone. It gets
-    them in a first step with both, in which these have no trees.
+    after twice as many steps each time. The network lacks the tokens of sequences for which lookups drafted alone, and
+    catches up when both draft.
 
     Args:
         has_lookups: says whether there are lookups next to a network. A drafter in another process may be another one later.
@@ -32,7 +32,6 @@ class PairDraftBudget:
         self, both: AdaptiveDraftBudget, lookups: AdaptiveDraftBudget, has_lookups: Callable[[], bool] = lambda: True
     ) -> None:
         self._both, self._lookups, self._has_lookups = both, lookups, has_lookups
-        self._behind: set[str] = set()  # requests whose tokens the network lacks
         self._turn = self.FIRST_TURN
         self._num_since = 0  # steps with trees of both since the lookups drafted alone
 
@@ -55,17 +54,10 @@ class PairDraftBudget:
         # a step with prompts may leave trees of both out, and the network would then lack the tokens of all sequences
         self.lookups_alone = is_turn or (has_lookups and self._both.num_nodes == 1 and not self._both.is_on)
         if self.lookups_alone:
-            sizes = self._lookups.choose(decoding, most, num_plain, step)
+            sizes = self._lookups.choose(decoding, most, num_plain, step._replace(missing=()))
         self._num_since = 0 if self.lookups_alone else self._num_since + (self._both.num_nodes > 1)
         if is_turn:
             self._turn = min(2 * self._turn, self.MAX_TURN)
-        drafting = [name for name, size in sizes.items() if size.max_depth]
-        self._behind.intersection_update(decoding)
-        if self.lookups_alone:
-            self._behind.update(drafting)
-        else:
-            self._both.behind = self._behind.intersection(drafting)
-            self._behind.difference_update(drafting)
         self.num_nodes = self._active.num_nodes
         return sizes
 

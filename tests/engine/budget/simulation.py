@@ -31,7 +31,8 @@ class Simulation:
     """Steps of `batch` requests.
 
     A step costs `fixed` seconds, `row` for each node, and `draft` if trees were requested, with `behind` for each step whose
-    tokens the drafter did not get yet. Each node of a chain is accepted with probability `right` if its parent is.
+    tokens the drafter did not get yet, of each request. Each node of a chain is accepted with probability `right` if its
+    parent is.
     available: whether the drafter answers. others: requests beside them that cannot have trees.
     gap: seconds between two steps, in which a drafter apart works too. host: further ones beside a step with trees.
     context, context_token: tokens of each request's context, and what each of them adds to a step.
@@ -67,13 +68,13 @@ class Simulation:
         sizes = (1, 4, 16, 64, 256)
         verify = CostModel(sizes, [self.fixed + self.row * rows for rows in sizes])
         first, level = (CostModel(sizes, [seconds] * len(sizes)) for seconds in (self.draft, 0.0))
-        draft = DraftCosts(None, None, CHAINS.top_k) if remote else DraftCosts(first, level, CHAINS.top_k)
+        draft = DraftCosts(None, None, CHAINS.top_k) if remote else DraftCosts(first, level, CHAINS.top_k, self.behind)
         return AdaptiveDraftBudget(CHAINS, verify, draft, remote, self.context_token)
 
     def sizes(self, budget: DraftBudget, steps: int, seed: int = 0, most: int = NODES) -> list[int]:
         """The nodes that most requests got, step by step; 1 where only scouts have trees."""
         rng, names = random.Random(seed), [f"{number}" for number in range(self.batch)]
-        step = NextStep(num_context_tokens=self.context * self.batch)
+        step = NextStep(num_context_tokens=self.context * self.batch, missing=[self.num_missed[name] for name in names])
         without = {f"other {number}": NO_TREE for number in range(self.others)}
         chosen = [budget.choose(names, most, self.others, step)]
         for _ in range(steps):
@@ -83,6 +84,7 @@ class Simulation:
             other_s = (self.gap or 0.0) + (self.host if any(size.max_depth for size in chosen[-1].values()) else 0.0)
             budget.observe(batch, outputs, StepTimes(wait_s, verify_s, other_s))
             self.now += wait_s + verify_s + other_s
+            step = step._replace(missing=[self.num_missed[name] for name in names])
             chosen.append(budget.choose(names, most, self.others, step))
         usual_sizes = []
         for sizes in chosen:  # the same size for all but scouts
@@ -150,7 +152,7 @@ class Simulation:
         """A drafter gets only sequences that have trees."""
         self.num_missed.update(sizes.keys())
         requested = [name for name, size in sizes.items() if size.max_depth]
-        missed = max((self.num_missed.pop(name) - 1 for name in requested), default=0)
+        missed = sum(self.num_missed.pop(name) - 1 for name in requested)
         return self.draft + self.behind * missed if requested else 0.0
 
 

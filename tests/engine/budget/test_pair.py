@@ -1,18 +1,19 @@
 """A pair of drafters gives trees of both, of the lookups alone, or none, whichever yields most. No time is measured."""
 
 import random
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 
 from eyas.config import DraftingConfig, EngineConfig
+from eyas.drafters.base import Draft, DraftContext
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.budget.base import DECODE_ONLY, DraftBudget, FixedDraftBudget, NextStep
 from eyas.engine.budget.pair import PairDraftBudget
 from eyas.engine.build import assemble_engine
 from eyas.engine.sequence import ScheduledSequence
-from eyas.protocol.commit import TreeBudget
-from eyas.protocol.tree import DraftTree
+from eyas.protocol.commit import ResyncRequired, TreeBudget
 from eyas.sampling.acceptance import StepOutputs
 from tests.engine.budget.simulation import Simulation
 from tests.engine.budget.test_adaptive_engine import REQUESTS, TREE, expected, outputs_of, run, shared_target
@@ -23,16 +24,13 @@ __all__ = ["expected"]
 
 @dataclass
 class Pair(Simulation):
-    """Steps of a pair. `draft` and `right` are of trees of both; those of the lookups alone take no time to draft. A request
-    behind which these have drafted alone has no tree in the next step with trees of both.
+    """Steps of a pair. `draft` and `right` are of trees of both; those of the lookups alone take no time to draft.
 
     right_alone: how likely a node of lookups alone is accepted. alone: steps in which they drafted alone.
     """
 
     right_alone: float = 0.0
     alone: int = 0
-    lacking: set[str] = field(default_factory=set)
-    catching_up: set[str] = field(default_factory=set)
 
     def pair(self) -> PairDraftBudget:
         return PairDraftBudget(self.budget(), self.lookups.budget())
@@ -45,20 +43,13 @@ class Pair(Simulation):
     def take_step(
         self, budget: DraftBudget, sizes: dict[str, TreeBudget], rng: random.Random
     ) -> tuple[list[ScheduledSequence], StepOutputs]:
-        drafting = {name for name, size in sizes.items() if size.max_depth}
         if not budget.lookups_alone:
-            self.catching_up = drafting & self.lacking
-            self.lacking -= drafting
             return super().take_step(budget, sizes, rng)
-        self.lacking |= drafting
         self.alone += budget.num_nodes > 1
         lookups = self.lookups
         found = lookups.take_step(budget, sizes, rng)
         self.tokens += lookups.tokens
         return found
-
-    def _tree(self, number: int, size: TreeBudget) -> DraftTree:
-        return DraftTree.root_only(0) if f"{number}" in self.catching_up else super()._tree(number, size)
 
     def wait_s(self, sizes: dict[str, TreeBudget]) -> float:
         return 0.0 if self._budget.lookups_alone else super().wait_s(sizes)
@@ -160,10 +151,20 @@ class Alternating(FixedDraftBudget):
 
 
 def test_outputs_are_equal_without_the_head(tiny_target: str, tiny_head: str, expected: dict[str, list[int]]) -> None:
+    """The head catches up with what lookups alone have drafted for, and nothing is sent twice."""
     head = DraftHead(tiny_head, "eagle3+prompt_lookup")
     fuser = head.build_fuser(tiny_target, "float32", "cpu")
     assert fuser is not None
     drafter = head.build_drafter(tiny_target, "float32", "cpu", TREE, DraftingConfig(max_kv_tokens=512))
+    answers = list[Draft]()
+    propose = drafter.propose
+
+    def watched(contexts: Sequence[DraftContext]) -> list[Draft]:
+        found = propose(contexts)
+        answers.extend(found)
+        return found
+
+    drafter.propose = watched  # type: ignore[method-assign]
     target = shared_target(tiny_target, fuser.aux_hidden_state_layers)
     for policy in ("fixed", "adaptive"):
         config = EngineConfig(max_kv_tokens=512, draft_budget=policy)  # type: ignore[arg-type]
@@ -173,3 +174,5 @@ def test_outputs_are_equal_without_the_head(tiny_target: str, tiny_head: str, ex
         else:
             assert isinstance(engine.budget, PairDraftBudget)
         assert outputs_of(run(engine, REQUESTS)) == expected
+    assert answers
+    assert not [answer for answer in answers if isinstance(answer, ResyncRequired)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eyas.api.request import Request
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget, Choice
-from eyas.engine.budget.base import StepTimes
+from eyas.engine.budget.base import NextStep, StepTimes
 from eyas.engine.budget.costs import CostModel, DraftCosts, SurvivalModel
 from eyas.engine.sequence import QueueKey, ScheduledSequence, Sequence
 from eyas.protocol.commit import TreeBudget
@@ -55,6 +55,41 @@ def test_catching_up_is_not_a_cost_of_every_draft() -> None:
     assert usual(simulation.sizes(budget, 300)[-100:]) == 1
     simulation.draft, simulation.behind = 0.1, 0.01
     assert usual(simulation.sizes(budget, 1500)[-100:]) > 4
+
+
+@pytest.mark.parametrize("batch", [1, nightly(4), 16])
+def test_what_tries_catch_up_with_takes_a_small_share(batch: int) -> None:
+    """A useless drafter that catches up with a hundred tokens in a plain step."""
+    simulation = Simulation(draft=0.2, row=0.02, right=0.02, batch=batch, behind=0.01)
+    plain = simulation.expected_seconds_per_token(1)
+    assert simulation.seconds_per_token(simulation.budget(), 2500) < (1 + 3 * SHARE) * plain
+
+
+@pytest.mark.parametrize(("quick", "most"), [(30, 8), (900, 1)])
+def test_a_try_drafts_where_the_drafter_lacks_little(quick: int, most: int) -> None:
+    """It takes half a plain step, or a single sequence."""
+    budget = Simulation(draft=0.1, behind=0.001).budget()
+    names = [f"{number}" for number in range(16)]
+    sizes = budget.choose(names, NODES, 0, NextStep(missing=[1000] * 8 + [quick] * 8))
+    drafting = [name for name, size in sizes.items() if size.max_depth]
+    assert 1 <= len(drafting) <= most
+    assert set(drafting) <= set(names[8:])
+
+
+def test_drafting_begins_for_as_many_as_a_step_has_time_for() -> None:
+    """All lack 508 tokens, 500 more than a step commits, and a plain step of 1.16 seconds is enough for two of them."""
+    simulation = Simulation(draft=0.1, row=0.01, right=0.9, batch=16, behind=0.001)
+    budget = simulation.budget()
+    simulation.sizes(budget, 50)
+    names = [f"{number}" for number in range(16)]
+    lacking = dict.fromkeys(names, 508)
+    begun = []
+    for _ in range(8):
+        sizes = budget.choose(names, NODES, 0, NextStep(missing=list(lacking.values())))
+        drafting = [name for name, size in sizes.items() if size.max_depth]
+        begun.append(len(drafting))
+        lacking |= dict.fromkeys(drafting, 0)
+    assert begun == [2, 4, 6, 8, 10, 12, 14, 16]
 
 
 def test_a_silent_drafter_is_left_out_and_found_when_it_is_back() -> None:
