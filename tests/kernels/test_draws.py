@@ -64,6 +64,16 @@ def test_a_draw_equals_the_naive_exponential_race(
     assert sample(logits, Draws([key], [11])).tolist() == [reference.draw(logits[0], params, 11)]
 
 
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 3.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+def test_a_draw_among_many_tokens_is_the_naive_race(spread: float, temperature: float) -> None:
+    logits = torch.randn(8, 700, generator=torch.Generator().manual_seed(5)) * spread
+    logits[:, 64:192] = -math.inf
+    params = SamplingParams(temperature=temperature, seed=9)
+    drawn = sample(logits, Draws([NoiseKey(9, temperature)], range(3, 11), 8))
+    assert drawn.tolist() == [reference.draw(row, params, 3 + number) for number, row in enumerate(logits)]
+
+
 def test_rows_of_different_requests_do_not_disturb_one_another() -> None:
     logits = torch.randn(4, 32, generator=torch.Generator().manual_seed(3))
     draws = Draws([NoiseKey(1), NoiseKey(2, 0.7), NoiseKey(3), NoiseKey(2, 1.3, 4, 0.8)], [5, 5, 9, 6])

@@ -29,8 +29,10 @@ ROUNDER = np.float32(12582912.0)
 BLOCK = 64
 # Of the hash of `eyas.kernels.noise`; the step from a token's counter to the next.
 GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+# Step between numbers of 52 bits, and the least of them; see `scaled_bits`.
+STEP, LEAST_UNIFORM = 2.0**-52, 2.0**-53
 # A lower bound of a score is not above it by more than this factor, whatever is rounded.
-SLACK = np.float32(1.00001)
+SLACK = 1.00001
 
 
 @kernel(error_model="numpy", fastmath={"contract"}, inline="always")
@@ -88,11 +90,22 @@ def row_key(seed, position):
 
 
 @kernel(inline="always")
+def noise_bits(key, token):
+    """Return a token's number of 52 bits, int64."""
+    return np.int64(mixed(key + np.uint64(token + 1) * GOLDEN) >> np.uint64(12))
+
+
+@kernel(inline="always")
+def scaled_bits(bits):
+    """Return 52 bits as a number between 0 and 1, float64."""
+    # Half a step more: never 0 or 1, so neither logarithm is infinite.
+    return (np.float64(bits) + 0.5) * STEP
+
+
+@kernel(inline="always")
 def uniform(key, token):
     """Return a token's number between 0 and 1, float64. Its noise is -log1p(-uniform)."""
-    # 52 bits and half a step: never 0 or 1, so neither logarithm is infinite.
-    bits = mixed(key + np.uint64(token + 1) * GOLDEN) >> np.uint64(12)
-    return (np.float64(np.int64(bits)) + 0.5) * 2.220446049250313e-16
+    return scaled_bits(noise_bits(key, token))
 
 
 @kernel(inline="always")
@@ -187,43 +200,59 @@ def _highest_by_block(row, maxima):
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
-def _lower_bounds(row, key, by, top, inverses, bounds):
-    """Write, for each token of row [V], the inverse of its weight, and a lower bound of its noise over its weight, with a
-    minus sign, so that `_highest_by_block` finds the least.
-    """
-    # -log1p(-u) >= u for u in (0, 1): u over the weight is a lower bound of the score without a logarithm.
-    for i in range(len(row)):
-        bounds[i] = -np.float32(uniform(key, i))  # the noise is at least that
-    for i in range(len(row)):
-        below = (top - row[i]) * by
-        inverses[i] = exp(below if below < HIGHEST else HIGHEST)
-    for i in range(len(row)):
-        bounds[i] *= inverses[i]
+def _block_weights(maxima, by, top, weights):
+    """Write the weight of each block's highest score, exp((score - top) * by)."""
+    for b in range(len(maxima)):
+        weights[b] = exp((maxima[b] - top) * by)
 
 
 @kernel(error_model="numpy")
-def _race(row, key, by, top, maxima, inverses, bounds):
-    """Return the token of row [V] with the least noise over its weight, exp((logit - top) * by). Scratch: maxima by block,
-    the others [V] each.
+def _least_bits(key, start, end):
+    """Return the least number that `uniform` makes of tokens from `start` to `end`, before it is scaled."""
+    least = np.int64(1 << 52)
+    for i in range(start, end):
+        least = min(least, noise_bits(key, i))
+    return least
 
-    Noise is computed for those tokens alone that its lower bound does not rule out.
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _score(row, key, by, top, token):
+    """Return a token's noise over its weight, exp((logit - top) * by)."""
+    below = (top - row[token]) * by
+    return np.float32(-math.log1p(-uniform(key, token))) * exp(below if below < HIGHEST else HIGHEST)
+
+
+@kernel(error_model="numpy")
+def _race(row, key, by, top, maxima, weights, bounds):
+    """Return the token of row [V] with the least score, see `_score`: in this exponential race it wins with probability
+    weight / sum of weights. Scratch: weights and bounds by block, as maxima are.
+
+    -log1p(-u) >= u for u in (0, 1), so that the least u of a block over its highest weight bounds its scores from below. Few
+    blocks have a bound so low that scores are computed.
     """
-    _lower_bounds(row, key, by, top, inverses, bounds)
-    _highest_by_block(bounds, maxima)
-    # The score of the token with the least bound bounds the winner's from above. Few other bounds are below it.
+    size = len(row)
+    _block_weights(maxima, by, top, weights)
     first = maxima.argmax() * BLOCK
-    likely = first + bounds[first : first + BLOCK].argmax()
-    limit = np.float32(-math.log1p(-uniform(key, likely))) * inverses[likely] * SLACK
-    winner, least = np.int64(likely), np.float32(np.inf)
+    limit = _score(row, key, by, top, first + row[first : first + BLOCK].argmax()) * SLACK
     for block in range(len(maxima)):
-        if -maxima[block] > limit:
+        bounds[block] = np.inf
+        if limit * weights[block] >= LEAST_UNIFORM:  # else even the least noise loses
+            least = _least_bits(key, block * BLOCK, min((block + 1) * BLOCK, size))
+            bounds[block] = scaled_bits(least) / weights[block]
+    # The scores of the block with the least bound bound the winner's from above.
+    first = bounds.argmin() * BLOCK
+    for i in range(first, min(first + BLOCK, size)):
+        limit = min(limit, _score(row, key, by, top, i) * SLACK)
+    winner = np.int64(size)
+    least_score = np.float32(np.inf)
+    for block in range(len(maxima)):
+        if bounds[block] > limit:
             continue
-        for i in range(block * BLOCK, min((block + 1) * BLOCK, len(row))):
-            if -bounds[i] <= limit:
-                # The exponential race: a token wins with probability weight / sum of weights.
-                score = np.float32(-math.log1p(-uniform(key, i))) * inverses[i]
-                if score < least:
-                    winner, least = np.int64(i), score
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, size)):
+            if uniform(key, i) <= limit * weights[block]:
+                score = _score(row, key, by, top, i)
+                if score < least_score:
+                    winner, least_score = np.int64(i), score
     return winner
 
 
@@ -239,8 +268,7 @@ def draw_plain_rows(logits, seeds, positions, temperatures, tokens):
     """
     num_rows, size = logits.shape
     maxima = np.empty((size + BLOCK - 1) // BLOCK, np.float32)
-    # Two arrays, as LLVM makes no vectors of a loop that writes half of one.
-    inverses, bounds = np.empty(size, np.float32), np.empty(size, np.float32)
+    weights, bounds = np.empty(len(maxima), np.float32), np.empty(len(maxima), np.float64)
     for n in range(num_rows):
         row, num_unusable = logits[n], np.int32(0)
         for i in range(size):
@@ -253,7 +281,7 @@ def draw_plain_rows(logits, seeds, positions, temperatures, tokens):
             tokens[n] = size
         elif is_drawn:
             key = row_key(seeds[n], positions[n])
-            tokens[n] = _race(row, key, np.float32(1.0) / temperatures[n], top, maxima, inverses, bounds)
+            tokens[n] = _race(row, key, np.float32(1.0) / temperatures[n], top, maxima, weights, bounds)
         else:
             block = 0
             while maxima[block] != top:
