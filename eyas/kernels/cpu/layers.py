@@ -22,11 +22,13 @@ from eyas.arrays import Floats, Ints
 from eyas.kernels.arguments import BLOCK_OUTPUTS, KeptStates, RowKeys
 from eyas.kernels.cpu.compiling import compile_all, kernel
 from eyas.kernels.cpu.products import (
+    PLACES_AHEAD,
     multiply_keys,
     multiply_shared,
     multiply_together,
     multiply_weight,
     num_blocks_of,
+    pack_rows,
     sum_values,
     transpose_keys,
 )
@@ -35,7 +37,9 @@ from eyas.kernels.cpu.sharing import PHASE_SIZE, finish_part, next_part, wait_fo
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
 ROWS_AT_A_TIME = 16
-KEYS_AT_A_TIME = 256
+KEYS_AT_A_TIME = 64
+# Addresses behind that of the last key, see `_find_vectors`.
+MORE_PLACES = PLACES_AHEAD + BLOCK_OUTPUTS - 1
 NO_WINDOW = 1 << 62
 # Phases of a layer in `run_layers`, and their counters.
 PHASES = 5
@@ -225,6 +229,7 @@ def _score_keys(queries, keys, count, scores):
     Blocks of keys are transposed so that a vector of BLOCK_OUTPUTS scores is computed at once. D is a multiple of that.
     """
     num_blocks, width = num_blocks_of(count), queries.shape[1]
+    packed = pack_rows(queries)
     transposed = np.empty(KEYS_AT_A_TIME * width, np.float32)
     block_bytes = 4 * BLOCK_OUTPUTS * width
     for start in range(0, num_blocks, KEYS_AT_A_TIME // BLOCK_OUTPUTS):
@@ -234,7 +239,7 @@ def _score_keys(queries, keys, count, scores):
         for n in range(start, end):
             for d in range(0, width, BLOCK_OUTPUTS):
                 transpose_keys(keys, n * BLOCK_OUTPUTS, d, address + n * block_bytes + 4 * BLOCK_OUTPUTS * d)
-        multiply_keys(queries, address, scores, start, end)
+        multiply_keys(packed, width, address, scores, start, end)
 
 
 @kernel(error_model="numpy", fastmath={"contract"})
@@ -285,7 +290,7 @@ def _attend_causally(queries, keys, values, weights, positions, first, taken, le
 def _find_vectors(slots, cache, j, own, head, places):
     """Write addresses of head j of the cache [S, J, D] at the slots, then of a head of a segment's own rows [n, H + 2 J, D].
 
-    places: to these [L + n + BLOCK_OUTPUTS - 1]; the last one repeats.
+    places: to these [L + n + MORE_PLACES]; the last one repeats.
     """
     size = 4 * cache.shape[2]
     first, step = cache.ctypes.data + j * size, cache.shape[1] * size
@@ -294,7 +299,7 @@ def _find_vectors(slots, cache, j, own, head, places):
     first, step = own.ctypes.data + head * size, own.shape[1] * size
     for i in range(len(own)):
         places[len(slots) + i] = first + i * step
-    # Vectors beyond the last one are read in whole blocks, and get the weight 0.
+    # Vectors beyond the last one are read in whole blocks, get the weight 0, and are fetched ahead.
     for i in range(len(slots) + len(own), len(places)):
         places[i] = places[i - 1]
 
@@ -353,7 +358,7 @@ def attend(
         mask = visible[first_mask : first_mask + num_rows * num_named].reshape(num_rows, num_named)
         own, at = qkv[first_row : ends[b]], positions[first_row : ends[b]]
         count = length + num_rows
-        key_places, value_places = np.empty((2, count + BLOCK_OUTPUTS - 1), np.int64)
+        key_places, value_places = np.empty((2, count + MORE_PLACES), np.int64)
         # Kernels work on whole blocks of a head's width; narrower heads are copied to padded rows.
         key_copies, value_copies = np.zeros((2, len(key_places) if padded > width else 0, padded), np.float32)
         most = min(num_rows, ROWS_AT_A_TIME) * group

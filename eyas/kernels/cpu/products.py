@@ -36,6 +36,10 @@ DOT_BLOCKS = {16: 1, 12: 1, 10: 1, 8: 2, 7: 2, 6: 2, 5: 2, 4: 2, 3: 3, 2: 4, 1: 
 GROUP_BYTES = 2**18
 # How many inputs ahead a block is fetched, or a later block behind its end.
 INPUTS_AHEAD = 128
+# How many keys or values ahead one is fetched.
+PLACES_AHEAD = 32
+# Values that all tiles of queries take before the next ones.
+VALUES_AT_A_TIME = 32
 # Rows whose numbers lie side by side for a tile.
 PART_ROWS = 16
 # Words of a group of a rounded row, and the size below which all of a group becomes 0: quotients by it are finite.
@@ -148,6 +152,14 @@ def _has(feature: str) -> bool:
     return f"+{feature}" in get_host_cpu_features().split(",")
 
 
+def _fetch(builder: Any, pointer: Any) -> None:
+    """Emit a hint that the cache line at a pointer is read soon, no nearer than L2."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
+    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(fetch, [builder.bitcast(pointer, byte), _WORD(0), _WORD(1), _WORD(1)])  # to read, L2, data
+
+
 class _Tile:
     """Emitter of the code of tiles: rows as `pack_rows` lays them out, `width` of them side by side, a right side, and
     outputs with `size` between them.
@@ -217,8 +229,10 @@ class _Tile:
 
     def emit(self, num_rows: int, num_blocks: int, block: Any) -> None:
         """Emit the products of rows with blocks from `block` on."""
-        b, at = self.builder, self._at
+        b = self.builder
         blocks = self.blocks([b.add(block, _INT(n)) for n in range(num_blocks)])
+        places = [[self._place(row, b.add(block, _INT(n))) for n in range(num_blocks)] for row in range(num_rows)]
+        firsts = [[self.first(place) for place in row] for row in places]
         entry, loop, end = b.block, b.append_basic_block("k"), b.append_basic_block("stored")
         b.branch(loop)
         b.position_at_end(loop)
@@ -228,18 +242,21 @@ class _Tile:
         added = self.added(blocks, k, sums)
         following = b.add(k, _INT(1))
         for phi, first, later in [(k, _INT(0), following)] + [
-            (total, ir.Constant(_FLOATS, [0.0] * BLOCK_OUTPUTS), new)
-            for totals, news in zip(sums, added, strict=True)
-            for total, new in zip(totals, news, strict=True)
+            (total, begun, new)
+            for row in zip(sums, firsts, added, strict=True)
+            for total, begun, new in zip(*row, strict=True)
         ]:
             phi.add_incoming(first, entry)
             phi.add_incoming(later, loop)
         b.cbranch(b.icmp_signed("<", following, self.num_inputs), loop, end)
         b.position_at_end(end)
-        for r, totals in enumerate(added):
-            for n, total in enumerate(totals):
-                place = b.add(b.mul(self.size, _INT(r)), b.mul(b.add(block, _INT(n)), _INT(BLOCK_OUTPUTS)))
-                b.store(total, b.bitcast(at(self.out, place), _FLOATS.as_pointer())).align = 4
+        for row, totals in zip(places, added, strict=True):
+            for place, total in zip(row, totals, strict=True):
+                b.store(total, place).align = 4
+
+    def first(self, place: Any) -> Any:
+        """Return the sums of a row and block before the first input. place: where they go in the end."""
+        return ir.Constant(_FLOATS, [0.0] * BLOCK_OUTPUTS)
 
     def number(self, k: Any, row: int, index: int = 0) -> Any:
         """Return one of a row's numbers of step k, in all places of a vector."""
@@ -275,20 +292,22 @@ class _Tile:
         A single row of floats waits for memory anyway, and the processor's own prefetching serves it better.
         """
         b = self.builder
-        byte = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
-        fetch = cgutils.get_or_insert_function(b.module, kind, "llvm.prefetch.p0i8")
         ahead = b.add(k, _INT(self.STEPS_AHEAD))
         if len(blocks) > 1:  # behind a block's end lies the next one of this tile, so look behind the last of them
             others = b.mul(self.num_inputs, _INT(len(blocks) - 1))
             ahead = b.select(b.icmp_signed("<", ahead, self.num_inputs), ahead, b.add(ahead, others))
         for block in blocks:
             for line in range(self.STEP_LINES):
-                place = b.bitcast(self._at(block, b.add(self.row(ahead), _INT(line))), byte)
-                b.call(fetch, [place, _WORD(0), _WORD(1), _WORD(1)])  # to read, no nearer than L2, data
+                _fetch(b, self._at(block, b.add(self.row(ahead), _INT(line))))
 
     def _at(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [offset])
+
+    def _place(self, row: int, block: Any) -> Any:
+        """Return a pointer to a row's outputs of a block."""
+        b = self.builder
+        place = b.add(b.mul(self.size, _INT(row)), b.mul(block, _INT(BLOCK_OUTPUTS)))
+        return b.bitcast(self._at(self.out, place), _FLOATS.as_pointer())
 
     def _loaded(self, pointer: Any) -> Any:
         """Return a vector in float32."""
@@ -399,47 +418,72 @@ class _KeyTile(_WeightTile):
     BLOCKS_OF_512_BITS, BLOCKS_OF_256_BITS = {16: 1, 8: 2, 4: 4, 2: 4, 1: 4}, {4: 1, 2: 2, 1: 4}
 
     def prefetch(self, blocks: list[Any], k: Any) -> None:
-        """Prefetch nothing: transposed keys are in the cache, and values lie anywhere."""
+        """Prefetch nothing: `transpose_keys` has just written them."""
 
 
-class _PlacesTile(_KeyTile):
-    """A right side whose rows [N] lie anywhere. right: address of their addresses [K]."""
+class _ValueTile(_KeyTile):
+    """Values, rows [N] that lie anywhere, whose products are added to the outputs. right: address of their addresses
+    [K + PLACES_AHEAD].
+    """
+
+    FETCHING_ROWS = 1
 
     def blocks(self, numbers: list[Any]) -> list[Any]:
         return numbers
 
+    def first(self, place: Any) -> Any:
+        return self._loaded(place)
+
     def vectors(self, blocks: list[Any], k: Any) -> list[Any]:
+        return [self._loaded(self._at(self._value(k), number)) for number in blocks]
+
+    def prefetch(self, blocks: list[Any], k: Any) -> None:
+        value = self._value(self.builder.add(k, _INT(PLACES_AHEAD)))
+        for number in blocks:
+            _fetch(self.builder, self._at(value, number))
+
+    def _value(self, k: Any) -> Any:
         b = self.builder
-        row = b.inttoptr(b.load(self._at(b.inttoptr(self.right, _INT.as_pointer()), k)), _FLOATS.as_pointer())
-        return [self._loaded(self._at(row, number)) for number in blocks]
+        return b.inttoptr(b.load(self._at(b.inttoptr(self.right, _INT.as_pointer()), k)), _FLOATS.as_pointer())
 
 
-_take_halves, _take_floats, _take_bytes, _take_dots, _take_keys, _take_places = (
-    intrinsic(kind.take) for kind in (_Tile, _WeightTile, _ByteTile, _DotTile, _KeyTile, _PlacesTile)
+_take_halves, _take_floats, _take_bytes, _take_dots, _take_keys, _take_values = (
+    intrinsic(kind.take) for kind in (_Tile, _WeightTile, _ByteTile, _DotTile, _KeyTile, _ValueTile)
 )
 
 
 @kernel(error_model="numpy")
-def multiply_keys(queries, keys, scores, first_block, end_block):
+def multiply_keys(queries, width, keys, scores, first_block, end_block):
     """Multiply queries [Q, D] by transposed keys, to columns of scores [Q, N] from first_block to end_block.
 
-    keys: address of the keys as `transpose_keys` writes them, block 0 first. In the order of D.
+    Args:
+        queries: as `pack_rows` lays them out.
+        width: D, in whose order products are added.
+        keys: address of the keys as `transpose_keys` writes them, block 0 first.
     """
-    packed = pack_rows(queries)
     first = 0
-    while first < len(queries):
-        first += _take_keys(packed, first, queries.shape[1], keys, first_block, end_block - first_block, scores)
+    while first < len(scores):
+        first += _take_keys(queries, first, width, keys, first_block, end_block - first_block, scores)
 
 
 @kernel(error_model="numpy")
 def sum_values(weights, num_keys, places, out):
-    """Write the sums of values, by weights [Q, N], to out [Q, D]. places: addresses of the values; the
-    first num_keys count.
+    """Write the sums of values, by weights [Q, N], to out [Q, D]. places: addresses of the values [num_keys +
+    PLACES_AHEAD]; the first num_keys count.
+
+    All tiles take some values, which lie in the cache then, before the next ones:
+
+        out of 16 queries, 1 block    [16 x 16]  +=  weights[:, k] times values[k, block]    k = 0, 1, ... 31
+        the next block, ... the next 16 queries, ... and then the same from k = 32 on
     """
-    packed = pack_rows(weights[:, :num_keys])
-    first = 0
-    while first < len(weights):
-        first += _take_places(packed, first, num_keys, places.ctypes.data, 0, out.shape[1] // BLOCK_OUTPUTS, out)
+    out[:] = np.float32(0.0)
+    for start in range(0, num_keys, VALUES_AT_A_TIME):
+        count = min(VALUES_AT_A_TIME, num_keys - start)
+        packed = pack_rows(weights[:, start : start + count])
+        first = 0
+        while first < len(weights):
+            place = places[start:].ctypes.data
+            first += _take_values(packed, first, count, place, 0, out.shape[1] // BLOCK_OUTPUTS, out)
 
 
 @intrinsic
@@ -447,7 +491,7 @@ def transpose_keys(typing, places, first, offset, out):
     """Write BLOCK_OUTPUTS numbers from `offset` on of as many keys, columns of a block: [BLOCK_OUTPUTS, BLOCK_OUTPUTS].
 
     Args:
-        places: addresses of keys, from `first` on.
+        places: addresses of keys, from `first` on; those PLACES_AHEAD behind them are fetched.
         out: address of the block's row `offset`.
     """
 
@@ -456,10 +500,14 @@ def transpose_keys(typing, places, first, offset, out):
         b, data = builder, context.make_array(signature.args[0])(context, builder, places).data
         rows = []
         for i in range(BLOCK_OUTPUTS):
-            row = b.inttoptr(b.load(b.gep(data, [b.add(first, _INT(i))])), _FLOAT.as_pointer())
-            vector = b.load(b.bitcast(b.gep(row, [offset]), _FLOATS.as_pointer()))
+            row, later = (
+                b.gep(b.inttoptr(b.load(b.gep(data, [b.add(first, _INT(n))])), _FLOAT.as_pointer()), [offset])
+                for n in (i, i + PLACES_AHEAD)
+            )
+            vector = b.load(b.bitcast(row, _FLOATS.as_pointer()))
             vector.align = 4
             rows.append(vector)
+            _fetch(b, later)
         for half in (8, 4, 2, 1):  # swap the off-diagonal quarters of all squares of 2 x half rows
             upper = [BLOCK_OUTPUTS + c - half if c & half else c for c in range(BLOCK_OUTPUTS)]
             lower = [BLOCK_OUTPUTS + c if c & half else c + half for c in range(BLOCK_OUTPUTS)]
