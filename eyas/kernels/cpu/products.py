@@ -43,7 +43,7 @@ VALUES_AT_A_TIME = 32
 # Rows whose numbers lie side by side for a tile.
 PART_ROWS = 16
 # Words of a group of a rounded row, and the size below which all of a group becomes 0: quotients by it are finite.
-ROW_WORDS, SMALLEST_SIZE = GROUP_INPUTS // QUAD_INPUTS + 2, np.finfo(np.float32).tiny * 128
+ROW_WORDS, SMALLEST_SIZE = GROUP_INPUTS // QUAD_INPUTS + 2, float(np.finfo(np.float32).tiny) * 128
 
 _INT, _FLOAT, _HALF = ir.IntType(64), ir.FloatType(), ir.HalfType()
 _FLOATS, _HALVES = ir.VectorType(_FLOAT, BLOCK_OUTPUTS), ir.VectorType(_HALF, BLOCK_OUTPUTS)
@@ -120,31 +120,50 @@ def _rounded_rows(left):
     """
     num_rows, num_inputs = left.shape
     num_groups = _num_groups(num_inputs)
-    packed = np.empty(num_rows * num_groups * ROW_WORDS, np.float32)
-    words, integers = packed.view(np.int32), packed.view(np.int8)
+    words = np.empty(num_rows * num_groups * ROW_WORDS, np.float32)
     row = np.zeros(num_groups * GROUP_INPUTS, np.float32)
-    bits = row.view(np.int32)
     for r in range(num_rows):
         row[:num_inputs] = left[r]
         part = r // PART_ROWS * PART_ROWS
         width = min(num_rows - part, PART_ROWS)
         word = (part * num_groups + r - part) * ROW_WORDS
         for group in range(num_groups):
-            start = group * GROUP_INPUTS
-            largest = np.int32(0)  # sizes of floats are in the order of their bits
-            for i in range(start, start + GROUP_INPUTS):
-                largest = np.int32(max(largest, np.int32(bits[i] & np.int32(0x7FFFFFFF))))
-            size = np.int32(largest).view(np.float32)
-            by = np.float32(127) / size if size > SMALLEST_SIZE else np.float32(0)
-            total = np.int32(0)
-            for i in range(GROUP_INPUTS):
-                integer = np.int32(np.rint(row[start + i] * by))
-                integers[QUAD_INPUTS * word + i] = integer
-                total = np.int32(total + integer)
-            words[word + ROW_WORDS - 2] = -128 * total
-            packed[word + ROW_WORDS - 1] = size / np.float32(127)
+            _round_group(row, group * GROUP_INPUTS, words, word)
             word += width * ROW_WORDS
-    return packed
+    return words
+
+
+@intrinsic
+def _round_group(typing, row, start, words, word):
+    """Write a group of row [K], from `start` on, as `_rounded_rows` describes it, to ROW_WORDS words from `word` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        row, words = (context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in (0, 2))
+        b, out = builder, builder.bitcast(builder.gep(words, [arguments[3]]), _WORD.as_pointer())
+
+        def call(name: str, result: Any, argument: Any) -> Any:
+            kind = ir.FunctionType(result, [argument.type])
+            return b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.{name}"), [argument])
+
+        def spread(number: Any) -> Any:
+            first = b.insert_element(_FLOATS(ir.Undefined), number, _WORD(0))
+            return b.shuffle_vector(first, first, _WORDS([0] * GROUP_INPUTS))
+
+        numbers = b.load(b.bitcast(b.gep(row, [arguments[1]]), _FLOATS.as_pointer()), align=4)
+        # sizes of floats are in the order of their bits
+        sizes = b.and_(b.bitcast(numbers, _WORDS), _WORDS([0x7FFFFFFF] * GROUP_INPUTS))
+        size = b.bitcast(call("vector.reduce.umax.v16i32", _WORD, sizes), _FLOAT)
+        is_normal = b.fcmp_ordered(">", size, _FLOAT(SMALLEST_SIZE))
+        by = b.select(is_normal, b.fdiv(_FLOAT(127.0), size), _FLOAT(0.0))
+        integers = b.fptosi(call("rint.v16f32", _FLOATS, b.fmul(numbers, spread(by))), _WORDS)
+        total = call("vector.reduce.add.v16i32", _WORD, integers)
+        b.store(b.trunc(integers, _BYTES), b.bitcast(out, _BYTES.as_pointer()), align=4)
+        b.store(b.mul(total, _WORD(-128)), b.gep(out, [_INT(ROW_WORDS - 2)]))
+        scale = b.bitcast(b.gep(out, [_INT(ROW_WORDS - 1)]), _FLOAT.as_pointer())
+        b.store(b.fdiv(size, _FLOAT(127.0)), scale)
+        return context.get_dummy_value()
+
+    return types.none(row, start, words, word), generate
 
 
 def _has(feature: str) -> bool:
@@ -373,7 +392,7 @@ class _DotTile(_Tile):
     NUMBERS = ROW_WORDS
     FETCHING_ROWS = 1
     BLOCKS_OF_512_BITS = DOT_BLOCKS
-    STEPS_AHEAD, STEP_LINES = INPUTS_AHEAD // GROUP_INPUTS, (GROUP_INPUTS + SCALE_INPUTS) // QUAD_INPUTS
+    STEPS_AHEAD, STEP_LINES = 2 * INPUTS_AHEAD // GROUP_INPUTS, (GROUP_INPUTS + SCALE_INPUTS) // QUAD_INPUTS
 
     def row(self, k: Any) -> Any:
         return self.builder.mul(k, _INT(self.STEP_LINES))
