@@ -400,16 +400,26 @@ def _ids(value: object) -> list[int]:
 def messages_of(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of a conversation, as chat templates take them; empty if the row is none.
 
-    Each turn has role and content, or from and value as ShareGPT has them. Raises BadRow.
+    Each turn has role and content, or from and value as ShareGPT has them. A `prompt` of messages goes on with its
+    `completion`, which is messages too, or the text of the assistant's turn. Raises BadRow.
     """
     name = next((name for name in ("messages", "conversations") if entry.get(name) is not None), "")
     turns = entry[name] if name else []
     if not name and isinstance(entry.get("prompt"), list):
-        name, completion = "prompt", entry.get("completion")
-        turns = [*entry["prompt"], *(completion if isinstance(completion, list) else [])]
+        name = "prompt"
+        turns = [*entry["prompt"], *_completion_turns(entry.get("completion"))]
     if not isinstance(turns, list):
         raise BadRow(f"wrong {name}: expected a list of messages, found a {type(turns).__name__}")
     return [_message(name, number, turn) for number, turn in enumerate(turns, 1)]
+
+
+def _completion_turns(completion: object) -> list[object]:
+    """Return what follows a prompt of messages. Raises BadRow for a completion that is neither messages nor a text."""
+    if isinstance(completion, str):
+        return [{"role": "assistant", "content": completion}]
+    if isinstance(completion, list) or completion is None:
+        return completion or []
+    raise BadRow(f"wrong completion: expected a list of messages or a text, found a {type(completion).__name__}")
 
 
 def _message(name: str, number: int, turn: object) -> dict[str, Any]:

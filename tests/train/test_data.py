@@ -92,7 +92,7 @@ BAD_ROWS = {
     "wrong text": ['{"text": 5}', '{"text": null}', '{"text": "\\ud800"}'],
     "wrong token_ids": ['{"token_ids": [5000]}', '{"token_ids": "5 6"}', '{"token_ids": [1.5]}', '{"token_ids": [true]}'],
     "wrong num_prompt_tokens": ['{"token_ids": [5, 6], "num_prompt_tokens": "x"}'],
-    "wrong completion": ['{"prompt": "a", "completion": 5}'],
+    "wrong completion": [json.dumps({"prompt": prompt, "completion": 5}) for prompt in ("a", [TURN])],
 }
 
 
@@ -129,6 +129,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "mixed turns": {"conversations": [HUMAN, ASSISTANT]},
     "messages": {"messages": [USER, ASSISTANT]},
     "prompt and completion": {"prompt": [USER], "completion": [ASSISTANT]},
+    "prompt and text of the completion": {"prompt": [USER], "completion": ASSISTANT["content"]},
 }  # fmt: skip
 
 
