@@ -416,13 +416,35 @@ class Message(StrictModel):
         return value | {"content": self.content} | ({"tool_calls": calls} if calls else {})
 
 
-class ChatBody(Body, ToolFields):
+class RenderingFields(StrictModel):
+    """The fields of every body whose messages a chat template renders as OpenAI's API gives them.
+
+    Attributes:
+        chat_template_kwargs, documents: variables for the model's chat template.
+        continue_final_message: continue the last message instead of beginning a new one, as in vLLM; DeepSeek's and
+            Mistral's mark of that message, `prefix`, or `partial` asks for it too.
+    """
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+    continue_final_message: bool = False
+
+    @classmethod
+    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
+        match data.get("messages"):
+            case [*before, {"role": "assistant", **last}] if marks := {"prefix", "partial"} & last.keys():
+                continues = {"continue_final_message": True} if any(last[mark] for mark in marks) else {}
+                rest = {name: value for name, value in last.items() if name not in marks}
+                data = {**data, "messages": [*before, {"role": "assistant", **rest}], **continues}
+        return super().translated(data)
+
+
+class ChatBody(RenderingFields, Body, ToolFields):
     """The body of /v1/chat/completions.
 
     Attributes:
-        chat_template_kwargs, documents, reasoning_effort: variables for the model's chat template.
-        add_generation_prompt: begin a new message.
-        continue_final_message: continue the last one instead, both as in vLLM.
+        reasoning_effort: a variable for the model's chat template.
+        add_generation_prompt: begin a new message, as in vLLM.
         include_reasoning: return the reasoning of models that write it.
         thinking_token_budget: most tokens of reasoning, as in vLLM; -1 sets no limit.
     """
@@ -432,20 +454,17 @@ class ChatBody(Body, ToolFields):
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1)
     logprobs: bool = False
     top_logprobs: int | None = None
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    documents: list[dict[str, Any]] | None = None
     reasoning_effort: Text = ""
     include_reasoning: bool = True
     thinking_token_budget: int | None = Field(None, ge=-1, le=MAX_INT)
     add_special_tokens: bool = False
     add_generation_prompt: bool = True
-    continue_final_message: bool = False
 
     @classmethod
     def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
         if data.get("top_logprobs") == 0 and not data.get("logprobs"):  # which some clients send
             data = {name: value for name, value in data.items() if name != "top_logprobs"}
-        return super().translated(_with_continued(data))
+        return super().translated(data)
 
     @model_validator(mode="after")
     def _check_consistent(self) -> ChatBody:
@@ -487,16 +506,6 @@ class ChatBody(Body, ToolFields):
         return names.get(param) or super().name_of(param)
 
 
-def _with_continued(data: dict[str, Any]) -> dict[str, Any]:
-    """Read the mark of a last message that is to be continued: DeepSeek's and Mistral's `prefix`, or `partial`."""
-    match data.get("messages"):
-        case [*before, {"role": "assistant", **last}] if marks := {"prefix", "partial"} & last.keys():
-            continues = {"continue_final_message": True} if any(last[mark] for mark in marks) else {}
-            rest = {name: value for name, value in last.items() if name not in marks}
-            return {**data, "messages": [*before, {"role": "assistant", **rest}], **continues}
-    return data
-
-
 def chat_body(**fields: Any) -> ChatBody:
     """Return the body of a chat that another API's body asks for. Raises InvalidRequest."""
     try:
@@ -505,7 +514,7 @@ def chat_body(**fields: Any) -> ChatBody:
         raise invalid_body(error.errors()) from None
 
 
-class TokenizeBody(StrictModel):
+class TokenizeBody(RenderingFields):
     """The body of /tokenize. add_special_tokens: by default true for a prompt, false for a chat, whose template has them."""
 
     model: Text = ""
@@ -514,18 +523,15 @@ class TokenizeBody(StrictModel):
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
     @classmethod
     def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Read llama.cpp's `content`, without special tokens unless `add_special` asks for them."""
-        if "content" not in data or "prompt" in data:
-            return data
-        rest = {name: value for name, value in data.items() if name not in ("content", "add_special")}
-        return {"add_special_tokens": data.get("add_special", False), **rest, "prompt": data["content"]}
+        if "content" in data and "prompt" not in data:
+            rest = {name: value for name, value in data.items() if name not in ("content", "add_special")}
+            data = {"add_special_tokens": data.get("add_special", False), **rest, "prompt": data["content"]}
+        return super().translated(data)
 
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeBody:

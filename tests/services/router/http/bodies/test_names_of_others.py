@@ -84,7 +84,6 @@ CHATS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"max_completion_tokens": -2, "max_tokens": -1, "lora": [], "image_data": []}, {"num_tokens": None}),
     ({"max_tokens": -1, "return_progress": True, "reasoning_in_content": False, "backend_sampling": False}, {}),
     ({"n_probs": 2}, {"logprobs": True, "top_logprobs": 2}),
-    ({"messages": [*MESSAGES, {"role": "assistant", "content": "A", "prefix": True}]}, {"continue_final_message": True}),
     ({"messages": [{**MESSAGES[0], "reasoning_details": [], "cache_control": {"type": "ephemeral"}}]}, {}),
 ]
 
@@ -106,6 +105,19 @@ def test_llama_cpp_names_the_text_to_encode_content() -> None:
     body = TokenizeBody.model_validate({"content": "a"})
     assert (body.prompt, body.add_special_tokens) == ("a", False)
     assert TokenizeBody.model_validate({"content": "a", "add_special": True}).add_special_tokens is True
+
+
+@pytest.mark.parametrize("mark", ["prefix", "partial"])
+@pytest.mark.parametrize("body", [ChatBody, TokenizeBody])
+def test_the_mark_of_a_last_message_continues_it(body: type[ChatBody | TokenizeBody], mark: str) -> None:
+    def parsed(is_marked: bool) -> ChatBody | TokenizeBody:
+        return body.model_validate({"messages": [*MESSAGES, {"role": "assistant", "content": "A", mark: is_marked}]})
+
+    marked = parsed(True)
+    chat = marked.chat() if isinstance(marked, TokenizeBody) else marked
+    assert chat.continue_final_message
+    assert chat.messages[-1].content == "A"
+    assert not parsed(False).continue_final_message
 
 
 def test_no_guess_is_the_name_itself() -> None:
