@@ -37,6 +37,7 @@ from eyas.config.router import UnknownFields
 from eyas.errors import InvalidRequest
 from eyas.rpc.admission import LARGE_REQUEST_BYTES
 from eyas.services.router.client_threads import ClientThreads
+from eyas.services.router.http.bodies.json_values import is_same
 from eyas.services.router.http.bodies.other_servers import IGNORED, near_names
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -222,7 +223,11 @@ class StrictModel(BaseModel):
             if isinstance(entries := data.get(name), list | dict) and len(entries) > most:
                 raise InvalidRequest(f"{name} has {len(entries)} entries; give {most} at most", name)
         neutral = {name: NEUTRAL.get(name, ()) for name in data.keys() - cls.MEANT}
-        kept = {name: value for name, value in data.items() if value is not None and value not in neutral.get(name, ())}
+        kept = {
+            name: value
+            for name, value in data.items()
+            if value is not None and not any(is_same(value, one) for one in neutral.get(name, ()))
+        }
         if unknown := kept.keys() - field_names(cls):
             policy = info.context if isinstance(info.context, FieldPolicy) else FieldPolicy()
             ignored = policy.ignored(unknown, field_names(cls))

@@ -29,6 +29,7 @@ from eyas.services.router.http.bodies.base import (
     check_json,
     field_names,
 )
+from eyas.services.router.http.bodies.json_values import is_same
 from eyas.services.router.http.bodies.other_servers import RENAMED, RESHAPED, near_names, translated
 from eyas.services.router.http.bodies.tools import EarlierCall, FunctionDefinition, ToolFields
 from eyas.text.tokenizer import Tokenizer
@@ -228,7 +229,7 @@ class Body(SamplingBody):
 
     @classmethod
     def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
-        if "best_of" in data and data["best_of"] == data.get("n", 1):  # no more completions than are returned
+        if "best_of" in data and is_same(data["best_of"], data.get("n", 1)):  # no more completions than are returned
             data = {name: value for name, value in data.items() if name != "best_of"}
         return super().translated(data)
 
@@ -462,7 +463,7 @@ class ChatBody(RenderingFields, Body, ToolFields):
 
     @classmethod
     def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
-        if data.get("top_logprobs") == 0 and not data.get("logprobs"):  # which some clients send
+        if is_same(data.get("top_logprobs"), 0) and not data.get("logprobs"):  # which some clients send
             data = {name: value for name, value in data.items() if name != "top_logprobs"}
         return super().translated(data)
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from eyas.errors import InvalidRequest
+from eyas.services.router.http.bodies.json_values import is_same
 
 # Names here, by names there. Of several names here, the first that the endpoint has; an endpoint without any ignores it.
 RENAMED: Mapping[str, tuple[str, ...]] = {
@@ -147,7 +148,7 @@ def _set(body: dict[str, Any], name: str, target: str, value: Any) -> None:
     if target == "chat_template_kwargs":
         variables = body.get(target, {})
         body[target] = {**value, **variables} if isinstance(variables, Mapping) else variables
-    elif target in body and body[target] != value:
+    elif target in body and not is_same(body[target], value):
         raise InvalidRequest(f"{name} and {target} say different things; give one of them", name)
     else:
         body[target] = value
