@@ -7,6 +7,7 @@ To add a sampling parameter, declare it in `Body` under its name in `SamplingPar
 from __future__ import annotations
 
 import json
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -36,6 +37,8 @@ from eyas.text.tokenizer import Tokenizer
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_GUESSES = 3  # what an unknown field may have meant
+# A token id as the name of a field; `int` would also read "1_0", " 7" and digits of other scripts.
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 
 
 def _to_prompts(value: object) -> object:
@@ -602,7 +605,6 @@ def _unknown_field(param: str, name: str) -> str:
 
 
 def _token_id(name: str) -> int:
-    try:
-        return int(name)
-    except ValueError:
-        raise InvalidRequest(f"logit_bias names {name[:80]!r}, which is no token id", "logit_bias") from None
+    if not _TOKEN_ID.fullmatch(name):
+        raise InvalidRequest(f"logit_bias names {name[:80]!r}, which is no token id", "logit_bias")
+    return int(name)

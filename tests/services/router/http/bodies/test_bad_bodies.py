@@ -43,7 +43,10 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 128, "temperature": 1, "prompt": ["a"] * 9}, "n", "more than 1024"),
     ({"seed": -2}, "seed", "whole number from 0"),
     ({"presence_penalty": 3}, "presence_penalty", "[-2.0, 2.0]"),
-    ({"logit_bias": {"a": 1}}, "logit_bias", "no token id"),
+    *(
+        ({"logit_bias": {name: 1}}, "logit_bias", "no token id")
+        for name in ("a", "1_0", " 7", "\u0663", "+7", "07", "9" * 99)
+    ),
     ({"logit_bias": {"5": 101}}, "logit_bias", "[-100, 100]"),
     ({"logit_bias": {"9999": 1}}, "logit_bias", "outside"),
     ({"logit_bias": {"5": True}}, "logit_bias.5", "valid number"),
