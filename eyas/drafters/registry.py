@@ -34,7 +34,8 @@ from eyas.drafters.multi_head import MultiHeadDrafter
 from eyas.drafters.peagle import PEagleDrafter
 from eyas.drafters.trees.growth import StaticTree
 from eyas.models.backends.cuda_graphs import Capture, CudaCapture
-from eyas.models.checkpoint import Checkpoint, check_vocabulary, head_fingerprint
+from eyas.models.checkpoint import Checkpoint, check_vocabulary
+from eyas.models.fingerprints import head_fingerprint
 from eyas.models.heads.block import load_block_fuser, load_block_head, serve
 from eyas.models.heads.block_config import BlockKind, read_block_size
 from eyas.models.heads.eagle import EagleHead, load_fuser, load_head

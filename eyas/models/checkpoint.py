@@ -1,4 +1,4 @@
-"""Reads checkpoints strictly: folders and hub ids, config.json, tensors, fingerprints, vocabularies.
+"""Reads checkpoints strictly: folders and hub ids, config.json, tensors, vocabularies.
 
 Knows no module and no kind of head. Everything here raises CheckpointError for what it cannot read or accept.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import filecmp
-import hashlib
 import json
 import logging
 import math
@@ -91,9 +90,6 @@ NESTED_WEIGHTS = ("state_dict", "model_state_dict", "model", "module", "weights"
 INDEX_TENSORS = ("d2t", "t2d", "token_map")
 PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 MAX_CAUSE = 300
-FUSER_PREFIXES = tuple(
-    f"{model}{part}." for model in ("", "model.") for part in ("fc", "fusion_fc", "fc_norm", "input_norm", "hidden_norm")
-)
 
 
 def resolve(path_or_id: str) -> Path:
@@ -189,6 +185,11 @@ class Checkpoint:
         tensors = {own if (own := rename(name)) in expected else name: tensor for name, tensor in read}
         check_tensors(tensors, expected, optional, self.folder)
         return tensors
+
+    def named(self, prefixes: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors whose names begin with one of the prefixes, in the order of files and names."""
+        for file in sorted(set(self.files.values())):
+            yield from _read_file(file, prefixes)
 
     def part_of(self, rename: Callable[[str], str], expected: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
         """Read the tensors of a head that `rename` gives these names; each must be there. Nothing else is read."""
@@ -549,28 +550,6 @@ def shortened(names: Sequence[str]) -> str:
 def _with_nearest(name: str, expected: Mapping[str, object]) -> str:
     near = difflib.get_close_matches(name[:MAX_NAME_LENGTH], list(expected), n=1)
     return f"{name} (nearest is {near[0]})" if near else name
-
-
-def target_fingerprint(target: CheckpointSource) -> str:
-    """Return the digest of a target's config and weights; equal on every machine that holds the same checkpoint."""
-    return _digest(open_checkpoint(target), ("",))
-
-
-def head_fingerprint(head: CheckpointSource) -> str:
-    """Return the digest of what decides a head's fused features: its config, its fc and the norms around it."""
-    return _digest(open_checkpoint(head), FUSER_PREFIXES)
-
-
-def _digest(checkpoint: Checkpoint, prefixes: tuple[str, ...]) -> str:
-    """Hash config.json and, of each tensor, name, shape, dtype and about 16,000 elements spread over it."""
-    config = {key: value for key, value in checkpoint.config.items() if key != WIRING_KEY}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for file in sorted(set(checkpoint.files.values())):
-        for name, tensor in _read_file(file, prefixes):
-            digest.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
-            sample = tensor.flatten()[:: max(1, tensor.numel() // 16384)].contiguous()
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def check_vocabulary(draft_model: CheckpointSource, target: CheckpointSource) -> None:

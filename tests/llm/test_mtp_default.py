@@ -15,7 +15,7 @@ from eyas.cli.main import app
 from eyas.config.engine import HeadValidation
 from eyas.errors import CheckpointError, OutOfMemory
 from eyas.models import loading
-from eyas.models.checkpoint import target_fingerprint
+from eyas.models.fingerprints import target_fingerprint
 from eyas.models.heads import mtp, validation
 from tests.support.tiers import nightly
 from tests.support.tiny import write_spelling_tokenizer

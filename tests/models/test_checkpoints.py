@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import head_fingerprint, target_fingerprint
+from eyas.models.fingerprints import head_fingerprint, target_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.loading import load_target
 from tests.support.tiny import write_head, write_target

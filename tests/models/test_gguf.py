@@ -29,7 +29,8 @@ from eyas.config.target_limits import check_target
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError, MissingPackage
 from eyas.llm import LLM
-from eyas.models.checkpoint import resolve, target_fingerprint
+from eyas.models.checkpoint import resolve
+from eyas.models.fingerprints import target_fingerprint
 from eyas.models.supported import inspect_architecture
 from eyas.models.unpacking import end_ids, llama3_divisors, readable_kinds, smallest, unpack
 from tests.support.tiers import nightly, tiered

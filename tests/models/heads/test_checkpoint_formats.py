@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.eagle import EagleDrafter
-from eyas.models.checkpoint import Checkpoint, head_fingerprint
+from eyas.models.checkpoint import Checkpoint
+from eyas.models.fingerprints import head_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head, write_head
 from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, read_head_config
 from eyas.models.heads.layers import default_rotary_table, rotary_table

@@ -15,7 +15,8 @@ from eyas.cli.main import app
 from eyas.config import VerifierConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import Checkpoint, head_fingerprint
+from eyas.models.checkpoint import Checkpoint
+from eyas.models.fingerprints import head_fingerprint
 from eyas.models.heads import validation
 from eyas.models.heads.eagle_config import HeadWiring, read_head_config
 from eyas.models.heads.validation import Window, WiringReport, WiringScore, compared, observe, validate_head

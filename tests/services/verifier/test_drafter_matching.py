@@ -26,7 +26,8 @@ from eyas.config import (
 from eyas.drafters.base import DrafterNeeds
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import ConfigError
-from eyas.models.checkpoint import Checkpoint, target_fingerprint
+from eyas.models.checkpoint import Checkpoint
+from eyas.models.fingerprints import target_fingerprint
 from eyas.rpc.channel import open_sync_channel
 from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, TargetInfo
 from eyas.rpc.status import status_error
