@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,37 @@ def test_fingerprints_differ_between_models(tiny_target: str, tiny_head: str, tm
     same, other = write_target(tmp_path / "same"), write_target(tmp_path / "other", seed=1)
     assert target_fingerprint(tiny_target) == target_fingerprint(str(same)) != target_fingerprint(str(other))
     assert head_fingerprint(tiny_head) != head_fingerprint(str(write_head(tmp_path / "head", seed=1)))
+
+
+def _rows(start: int, end: int) -> tuple[slice, ...]:
+    return (slice(start, end),)
+
+
+@pytest.mark.parametrize(
+    ("shape", "place"),
+    [
+        pytest.param((4096, 1024), (slice(None), slice(77, 78)), id="a column"),
+        pytest.param((4096, 1024), _rows(1111, 1111 + 2 * 128), id="rows of two parts"),
+        pytest.param((4096, 8), _rows(4000, 4096), id="narrow rows"),
+        pytest.param((64, 8, 1024), (41,), id="one expert of many"),
+        pytest.param((3, 512, 1024), (slice(None), slice(None), slice(1023, 1024)), id="a column of all experts"),
+        pytest.param((32, 1024), (31, 5), id="an element of few rows"),
+        pytest.param((5000,), (4999,), id="an element of a vector"),
+    ],
+)
+def test_a_change_in_any_large_part_changes_the_fingerprint(
+    shape: tuple[int, ...], place: tuple[Any, ...], tmp_path: Path
+) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    digests = []
+    for change in (0.0, 0.0, 0.5):
+        weight[place] += change
+        folder = tmp_path / str(len(digests))
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        save_file({"weight": weight}, folder / "model.safetensors")
+        digests.append(target_fingerprint(folder))
+    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.parametrize("ids", [48, [1, 99], -7])
