@@ -1,13 +1,13 @@
 """Reads content, reasoning and tool calls from the text of an assistant, in the formats that models write.
 
 A parser takes the text in pieces of any length; the message does not depend on where the pieces end. Text that breaks its
-format is never dropped: it becomes content, or part of the arguments that it broke. `tool_call_formats` reads each format,
-and says what becomes of a call that the end of the output cuts.
+format is never dropped: it becomes content, or part of the arguments that it broke. `tool_call_formats` has the formats,
+and `tool_calls.call_reader` says what becomes of a call that the end of the output cuts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,23 +15,8 @@ from eyas.config.router import ReasoningParserName, ToolParserName
 from eyas.text.chat_message import ChatMessage, MessageWriter
 from eyas.text.incremental_reader import MAX_HEADER
 from eyas.text.tool_call_arguments import ArgumentTypes, Tools
-from eyas.text.tool_call_formats import MARKS, CallReader
+from eyas.text.tool_call_formats import NO_CALLS, TOOL_CALL_FORMATS, ToolCallFormat
 
-_GLM_TOKENS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
-# Special tokens of the formats. The decoder has to leave them in the text.
-_SPECIAL_TOKENS: Mapping[str, tuple[str, ...]] = {
-    "llama3_json": ("<|python_tag|>",),
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "qwen3_coder": ("<tool_call>", "</tool_call>"),
-    "qwen3_xml": ("<tool_call>", "</tool_call>"),
-    "glm45": _GLM_TOKENS,
-    "glm47": _GLM_TOKENS,
-    "pythonic": ("<|python_start|>", "<|python_end|>"),
-    "llama4_pythonic": ("<|python_start|>", "<|python_end|>"),
-    **{name: (m.section, m.call, m.separator, m.call_end, m.end) for name, m in MARKS.items()},
-    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    "openai": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
-}
 THINK_TAGS: Mapping[str, tuple[str, str]] = {
     "deepseek_r1": ("<think>", "</think>"),
     "qwen3": ("<think>", "</think>"),
@@ -60,7 +45,12 @@ class ChatFormat:
     @property
     def special_tokens(self) -> tuple[str, ...]:
         """Tokens that the text needs although the tokenizer may hide them."""
-        return _SPECIAL_TOKENS.get(self.tool_call_parser, ()) + THINK_TAGS.get(self.reasoning_parser, ())
+        return self.calls.tokens + THINK_TAGS.get(self.reasoning_parser, ())
+
+    @property
+    def calls(self) -> ToolCallFormat:
+        """The format of calls; NO_CALLS if the model writes none."""
+        return TOOL_CALL_FORMATS[self.tool_call_parser] if self.tool_call_parser else NO_CALLS
 
     def begins_with_reasoning(self, prompt: str) -> bool:
         """Return whether the output of a rendered prompt begins inside the reasoning, because the prompt ends with its tag.
@@ -94,27 +84,12 @@ class ChatFormat:
 
 def detect_format(template: str) -> ChatFormat:
     """Return the format in which a chat template renders earlier turns; empty names where it renders none."""
-    if "<|channel|>" in template and "<|message|>" in template:
+    if TOOL_CALL_FORMATS["openai"].is_shown(template):
         return ChatFormat("openai", "openai_gptoss")
     think: ReasoningParserName | Literal[""] = (
         "qwen3" if "</think>" in template else "mistral" if "[/THINK]" in template else ""
     )
-    return ChatFormat(next((name for name, is_shown in _SHOWN if is_shown(template)), ""), think)
-
-
-# How a template shows each format; the first match counts. Some calls look like Hermes' at first: MiniMax, Apriel.
-_SHOWN: tuple[tuple[ToolParserName | Literal[""], Callable[[str], bool]], ...] = (
-    ("mistral", lambda text: "[TOOL_CALLS]" in text),
-    ("deepseek_v3", lambda text: MARKS["deepseek_v3"].section in text and "```json" in text),
-    ("deepseek_v31", lambda text: MARKS["deepseek_v31"].section in text),
-    ("kimi_k2", lambda text: MARKS["kimi_k2"].section in text),
-    ("qwen3_coder", lambda text: "<function=" in text and "<tool_call>" in text),
-    ("", lambda text: any(other in text for other in ("<function=", "<invoke", "<tool_calls>"))),
-    ("glm45", lambda text: "<tool_call>" in text and "</arg_key>\n<arg_value>" in text),
-    ("glm47", lambda text: "<tool_call>" in text and "<arg_key>" in text),
-    ("hermes", lambda text: "<tool_call>" in text),
-    ("llama3_json", lambda text: "<|python_tag|>" in text or '"parameters": dictionary of argument name' in text),
-)
+    return ChatFormat(next((name for name, calls in TOOL_CALL_FORMATS.items() if calls.is_shown(template)), ""), think)
 
 
 class ChatParser:
@@ -123,11 +98,11 @@ class ChatParser:
     def __init__(
         self, form: ChatFormat, in_reasoning: bool, types: ArgumentTypes, max_calls: int | None, is_forced: bool
     ) -> None:
-        self._output = MessageWriter(max_calls, 9 if form.tool_call_parser == "mistral" else 0)
+        self._output = MessageWriter(max_calls, form.calls.call_id_length)
+        calls = form.calls if types.tools or form.calls.is_always_read else NO_CALLS
         tags = THINK_TAGS.get(form.reasoning_parser)
-        self._reader = CallReader(self._output, types, tags, in_reasoning, is_forced)
-        is_read = form.tool_call_parser == "openai" or types.tools
-        self._reader.run(self._reader.read(form.tool_call_parser if is_read else ""))
+        self._reader = calls.reader(self._output, types, tags, in_reasoning, is_forced)
+        self._reader.run(self._reader.read(calls.openers))
 
     @property
     def num_calls(self) -> int:

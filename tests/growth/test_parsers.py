@@ -16,7 +16,7 @@ from eyas.services.router.http.bodies.tools import whole_message
 from eyas.text.chat_message import ChatMessage, joined
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.tool_call_arguments import cut_python_arguments, python_arguments, python_json
-from eyas.text.tool_call_formats import MARKS
+from eyas.text.tool_call_formats import DEEPSEEK, KIMI
 from tests.growth.growth import Reader, check_growth, label, pairs
 
 MAX_OUTPUT = 2**14  # characters: the work of each token is the same
@@ -25,7 +25,6 @@ MAX_PIECE = 2**12  # characters of one token, or of what a stop string held back
 MAX_VALUES = 2**17  # characters of a call's arguments, which one step reads when they end
 MAX_BODY = 2**16  # a thread reads larger ones too
 TOOLS = {"f": {"type": "object", "properties": {"o": {"type": "object"}, "s": {"type": "string"}}}}
-DEEPSEEK, KIMI = MARKS["deepseek_v3"], MARKS["kimi_k2"]
 
 
 def repeated(unit: str, before: str = "", after: str = "") -> Callable[[int], str]:

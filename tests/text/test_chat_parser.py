@@ -5,16 +5,17 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eyas.config.router import ToolParserName
 from eyas.text.chat_message import ChatMessage, ToolCall, joined
 from eyas.text.chat_parser import ChatFormat, detect_format
 from eyas.text.tool_call_arguments import MAX_PIECES, Tools, python_arguments, python_json
-from eyas.text.tool_call_formats import MARKS
+from eyas.text.tool_call_formats import DEEPSEEK, KIMI, TOOL_CALL_FORMATS
 
 PROPERTIES = {
     "city": {"type": "string"},
@@ -47,7 +48,6 @@ def calls(*named: tuple[str, str]) -> tuple[ToolCall, ...]:
 
 ADD = ("add", '{"a": 1}')
 WEATHER = ("get_weather", '{"city": "Z\u00fcrich", "days": [1, {"n": null}]}')
-DEEPSEEK, KIMI = MARKS["deepseek_v3"], MARKS["kimi_k2"]
 CASES: list[tuple[ChatFormat, str, ChatMessage]] = [
     (HERMES, "Hello\n", ChatMessage("Hello\n")),
     (
@@ -637,3 +637,7 @@ def test_many_arguments_of_python_take_linear_time() -> None:
     assert python_arguments(f"{text[:-1]},more=1)") is None
     many = f"[{', '.join(['1'] * MAX_PIECES)}]"
     assert python_arguments(f"(a={many})") == f'{{"a": {many}}}'
+
+
+def test_every_name_of_a_tool_parser_has_a_format() -> None:
+    assert set(TOOL_CALL_FORMATS) == set(get_args(ToolParserName))

@@ -20,7 +20,8 @@ from eyas.text.json_schema import Definitions, properties_of
 from eyas.text.schema_keywords import known_schema
 from eyas.text.tokenizer import Tokenizer
 from eyas.text.tool_call_arguments import ArgumentTypes, is_python_key
-from eyas.text.tool_call_formats import MARKS
+from eyas.text.tool_call_formats import DEEPSEEK, KIMI
+from eyas.text.tool_calls.section_reader import Marks
 
 PROMPT_END_TOKENS = 32
 # Values in the parameters of one tool, about as many as fit into a constraint; and parameters in Python's form if all
@@ -187,8 +188,8 @@ class _TagWriter:
                 return _sequence(_star(self._message()), _or([self._channel_call(tool) for tool in self.tools]))
             case "pythonic" | "llama4_pythonic":
                 return _sequence(_text("["), self._separated([*map(self._python_call, self.tools)], ", "), _text("]"))
-            case "deepseek_v3" | "deepseek_v31" | "kimi_k2" as name:
-                marks = MARKS[name]
+            case "deepseek_v3" | "deepseek_v31" | "kimi_k2":
+                marks = self._marks
                 return _sequence(self._marker(marks.section), self._section(), self._marker(marks.end))
         return self._separated([self._tagged(tool) for tool in self.tools], "\n")
 
@@ -220,8 +221,8 @@ class _TagWriter:
                     for tool in self.tools
                 ]
                 return self._text_or(tags, "[TOOL_CALLS]")
-            case "deepseek_v3" | "deepseek_v31" | "kimi_k2" as name:
-                marks = MARKS[name]
+            case "deepseek_v3" | "deepseek_v31" | "kimi_k2":
+                marks = self._marks
                 return self._text_or([_tag(marks.section, self._section(), marks.end)], marks.section)
         tags = []
         for tool in self.tools:
@@ -291,13 +292,18 @@ class _TagWriter:
                 return _tag(name, _xml(tool, "glm_xml", is_free), "")
         return _tag(f"\n{_begin(tool, 'arguments')}", _schema(tool, is_free), "}\n")
 
+    @property
+    def _marks(self) -> Marks:
+        """The marks of a format with sections."""
+        return KIMI if self.form.tool_call_parser == "kimi_k2" else DEEPSEEK
+
     def _section(self) -> Format:
         """Return the format of what stands in a section of calls."""
         is_old = self.form.tool_call_parser == "deepseek_v3"
         return self._separated([self._marked(tool) for tool in self.tools], "\n" if is_old else "")
 
     def _marked(self, tool: Tool) -> Format:
-        name, marks = tool.function.name, MARKS[self.form.tool_call_parser]
+        name, marks = tool.function.name, self._marks
         call, separator, end = map(self._marker, (marks.call, marks.separator, marks.call_end))
         match self.form.tool_call_parser:
             case "deepseek_v3":

@@ -12,7 +12,7 @@ from eyas.config import ServedModel
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.chat_template import ChatTemplate, load_template
-from eyas.text.tool_call_formats import MARKS
+from eyas.text.tool_call_formats import DEEPSEEK
 from tests.support.services.scripted_verifier import DEMO
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -259,7 +259,7 @@ def test_templates_of_deepseek_get_arguments_as_text() -> None:
     body = f"{{% for m in messages %}}{{% for c in m.tool_calls %}}{show}{{% endfor %}}{{% endfor %}}"
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    template = ChatTemplate(f"{body}{{# {MARKS['deepseek_v31'].section} #}}", SPECIAL, "here")
+    template = ChatTemplate(f"{body}{{# {DEEPSEEK.section} #}}", SPECIAL, "here")
     assert template.format.tool_call_parser == "deepseek_v31"
     assert template.render(messages, {}) == '<{"a": 1}>'
 

@@ -16,14 +16,15 @@ from eyas.services.router.http.tool_constraints import ChatOutput
 from eyas.text.chat_message import joined
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
-from eyas.text.tool_call_formats import MARKS
+from eyas.text.tool_call_formats import DEEPSEEK, KIMI
 from tests.support.services.scripted_verifier import DEMO
 
 MARKERS = {
     "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
     "llama3_json": ["<|python_tag|>"],
     "mistral": ["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"],
-    **{name: [m.section, m.call, m.separator, m.call_end, m.end] for name, m in MARKS.items() if name != "deepseek_v31"},
+    "deepseek_v3": list(DEEPSEEK.tokens),
+    "kimi_k2": list(KIMI.tokens),
     "openai": ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>"],
 }
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -82,18 +83,18 @@ def pythonic(*calls: tuple[str, str]) -> str:
 
 
 def deepseek_v3(*calls: tuple[str, str]) -> str:
-    m = MARKS["deepseek_v3"]
+    m = DEEPSEEK
     bodies = (f"{m.call}function{m.separator}{name}\n```json\n{text}\n```{m.call_end}" for name, text in calls)
     return m.section + "\n".join(bodies) + m.end
 
 
 def deepseek_v31(*calls: tuple[str, str]) -> str:
-    m = MARKS["deepseek_v31"]
+    m = DEEPSEEK
     return m.section + "".join(f"{m.call}{name}{m.separator}{text}{m.call_end}" for name, text in calls) + m.end
 
 
 def kimi(*calls: tuple[str, str]) -> str:
-    m = MARKS["kimi_k2"]
+    m = KIMI
     bodies = (
         f"{m.call}functions.{name}:{number}{m.separator}{text}{m.call_end}" for number, (name, text) in enumerate(calls)
     )
