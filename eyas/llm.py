@@ -33,10 +33,11 @@ from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError, EyasError, InvalidRequest
-from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.generation_config import sampling_defaults
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.parallel.workers import RankInfo
+from eyas.models.placement import pass_dtype, resolve_placement
 from eyas.progress import progress
 from eyas.text.chat_template import ChatTemplate, load_template, special_tokens
 from eyas.text.content_text import ContentText

@@ -27,8 +27,8 @@ from eyas.drafters.draft_head import DraftHead
 from eyas.emulation.device import Clock
 from eyas.engine.build import assemble_engine
 from eyas.engine.engine import Engine
-from eyas.models.checkpoint import resolve_placement
 from eyas.models.loading import load_target
+from eyas.models.placement import resolve_placement
 from eyas.models.target import TargetModel
 from eyas.progress import progress
 

@@ -21,7 +21,7 @@ from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine, load_model
 from eyas.errors import MissingPackage
-from eyas.models.checkpoint import pass_dtype
+from eyas.models.placement import pass_dtype
 from eyas.models.target import TargetModel
 from eyas.progress import Progress
 

@@ -32,9 +32,10 @@ from eyas.device.placement import use_threads
 from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
-from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.loading import load_target
+from eyas.models.placement import pass_dtype, resolve_placement
 from eyas.models.target import TargetModel
 from eyas.progress import Progress
 

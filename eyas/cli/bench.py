@@ -289,7 +289,7 @@ def _announce(model: str) -> None:
 def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], out: Path) -> tuple[Any, Path]:
     """Measure, write the report, print it; return the results and the report's page."""
     from eyas.bench.report import Report
-    from eyas.models.checkpoint import resolve_placement
+    from eyas.models.placement import resolve_placement
 
     device, dtype = resolve_placement(settings.device, settings.dtype, settings.model)
     settings = replace(settings, device=device, dtype=dtype)

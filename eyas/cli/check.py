@@ -55,8 +55,8 @@ def head(
         shown.show("importing torch")
         from eyas.device.placement import use_threads
         from eyas.drafters.draft_head import DraftHead
-        from eyas.models.checkpoint import pass_dtype, resolve_placement
         from eyas.models.loading import load_target
+        from eyas.models.placement import pass_dtype, resolve_placement
 
         device, dtype = resolve_placement(device, dtype, model)
         passes = pass_dtype(model, dtype, device, EngineConfig())
@@ -139,7 +139,7 @@ def equality(
         with progress() as shown:
             shown.show("importing torch")
             from eyas.bench.equality import compare
-            from eyas.models.checkpoint import resolve_placement
+            from eyas.models.placement import resolve_placement
 
         device, dtype = resolve_placement(device, dtype, model)
         settings = OfflineSettings(

@@ -33,7 +33,7 @@ from eyas.models.backends.base import BackendPlan, ForwardBackend
 from eyas.models.backends.cpu import round_rows, share_layers
 from eyas.models.backends.cuda import build_backend, plan_backend, release_backend
 from eyas.models.backends.pass_memory import reserved_bytes
-from eyas.models.checkpoint import CheckpointSource, context_length, open_checkpoint, pass_dtype
+from eyas.models.checkpoint import CheckpointSource, context_length, open_checkpoint
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.layers.attention import kv_sources
 from eyas.models.layers.fused import is_batch_invariant
@@ -41,6 +41,7 @@ from eyas.models.loading import check_tensor_parallel, load_target
 from eyas.models.parallel.commands import InitKVCache
 from eyas.models.parallel.shards import Shard
 from eyas.models.parallel.workers import RankInfo, TargetWorkers, Worker, start_workers
+from eyas.models.placement import pass_dtype
 from eyas.models.target import TargetModel
 
 ROOT_ONLY = TreeConfig(1, 0, 1)

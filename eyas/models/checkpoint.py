@@ -15,22 +15,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import cached_property
 from importlib.util import find_spec
-from itertools import accumulate
 from pathlib import Path
 from traceback import walk_tb
 from typing import Any, cast
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
-from eyas.config import Dtype, EngineConfig
-from eyas.config.engine import INT8
 from eyas.config.file_values import check_source, check_values, read_json, shown
 from eyas.config.gguf_files import local_folder
-from eyas.config.target_limits import check_context, context_limit, has_experts, quantisation, text_settings
-from eyas.device.placement import DTYPES
-from eyas.device.processor import multiplies_halves
+from eyas.config.target_limits import check_context, context_limit, quantisation, text_settings
 from eyas.errors import CheckpointError, ConfigError, EyasError
 from eyas.kernels.arguments import KVScales
 
@@ -38,8 +33,6 @@ log = logging.getLogger(__name__)
 
 # Key of config.json under which `eyas check head --write` records a head's wiring. Fingerprints leave it out.
 WIRING_KEY = "eyas"
-# Key under which P-EAGLE heads of ours state the depths that they were trained for.
-DEPTH_KEY = "eyas_num_depths"
 # Most tensors that an error message names.
 MAX_NAMED = 6
 # Longest name that it shows whole.
@@ -472,42 +465,6 @@ def cause(error: BaseException) -> str:
     return text if len(text) <= MAX_CAUSE else f"{text[:MAX_CAUSE]}..."
 
 
-@torch.no_grad()
-def merge_quantised(parts: Sequence[nn.Module]) -> nn.Linear | None:
-    """Return the sibling linear layers as one, if torchao quantised their weights by rows; None for others.
-
-    Numbers and scales of all are put one below the other, so nothing is rounded again. The layers' weights become views.
-    """
-    if any(type(part) is not nn.Linear for part in parts):
-        return None
-    layers = cast(Sequence[nn.Linear], parts)
-    weights: list[Any] = [layer.weight.data for layer in layers]
-    if len({(type(weight), layer.bias is None) for weight, layer in zip(weights, layers, strict=True)}) > 1:
-        return None
-    kind, counts = type(weights[0]), [len(weight) for weight in weights]
-    if not hasattr(kind, "__tensor_flatten__"):
-        return None
-    names, settings = weights[0].__tensor_flatten__()
-    inner = [{name: getattr(weight, name) for name in names} for weight in weights]
-    has_rows = all(len(tensor) == count for own, count in zip(inner, counts, strict=True) for tensor in own.values())
-    if not has_rows or any(weight.__tensor_flatten__() != (names, settings) for weight in weights):
-        return None
-    whole, width = {name: torch.cat([own[name] for own in inner]) for name in names}, weights[0].shape[1]
-
-    def rows(start: int, count: int) -> Tensor:
-        tensors = {name: tensor[start : start + count] for name, tensor in whole.items()}
-        built: Tensor = kind.__tensor_unflatten__(tensors, settings, torch.Size((count, width)), (width, 1))
-        return built
-
-    for layer, count, end in zip(layers, counts, accumulate(counts), strict=True):
-        layer.weight = nn.Parameter(rows(end - count, count), requires_grad=False)
-    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
-    merged = nn.Linear(width, sum(counts), bias=False, device="meta")
-    merged.weight = nn.Parameter(rows(0, sum(counts)), requires_grad=False)
-    merged.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None  # type: ignore[assignment]
-    return merged
-
-
 def check_tensors(
     tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], optional: Collection[str], source: Path
 ) -> None:
@@ -606,37 +563,3 @@ def context_length(config: Any, max_model_len: int, name: str) -> int:
             "config.json): with more, its indexers would choose which of them a token attends to; lower it, or leave it out"
         )
     return max_model_len or limit
-
-
-def pass_dtype(target: CheckpointSource, dtype: str, device: str, engine: EngineConfig) -> str:
-    """Return the dtype that passes over weights of `dtype` compute in. `auto` must have been resolved.
-
-    On a CPU that is float32 for `engine.quantization` INT8, for deterministic mode, and where the processor has no
-    matrix units for a half precision: kernels read the weights in as many bytes, and a row does not depend on the other rows
-    (docs/decisions/0050-half-weights.md). Experts and quantised weights are none that kernels read, so models with these
-    compute in the dtype of their weights, as ranks do.
-    """
-    if dtype == "float32" or device.partition(":")[0] != "cpu" or engine.tensor_parallel_size > 1:
-        return dtype
-    if engine.quantization == INT8:
-        return "float32"
-    config = open_checkpoint(target).config
-    if has_experts(config) or quantisation(config):
-        return dtype
-    return "float32" if engine.deterministic or not multiplies_halves(dtype) else dtype
-
-
-def resolve_placement(device: str, dtype: str, target: CheckpointSource) -> tuple[str, Dtype]:
-    """Return the device and dtype that `auto` stands for; others stay as they are. target: folder or hub id of the target
-    model.
-
-    Device: CUDA where torch finds a GPU, else the CPU. Dtype: the target checkpoint's on a GPU; float32 on the CPU, and
-    where the config names none that Eyas serves. Raises CheckpointError for a config that cannot be read.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if dtype == "auto" and device.startswith("cuda"):
-        config = open_checkpoint(target).text_config
-        stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-        dtype = stored if stored in DTYPES else "float32"
-    return device, cast(Dtype, "float32" if dtype == "auto" else dtype)

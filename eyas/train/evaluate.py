@@ -22,10 +22,10 @@ from eyas.device.placement import threads_for
 from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
-from eyas.models.checkpoint import resolve_placement
 from eyas.models.heads.fusers import FeatureFuser
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
+from eyas.models.placement import resolve_placement
 from eyas.models.target import TargetModel
 from eyas.progress import Show, silent
 from eyas.protocol.commit import NO_TREE, Commit, ResyncRequired, TreeBudget

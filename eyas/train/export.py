@@ -14,11 +14,11 @@ from torch import Tensor
 from eyas.config.file_values import get_setting
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError, ConfigError, MissingPackage
-from eyas.models.checkpoint import DEPTH_KEY, EMBEDDING_NAMES, LM_HEAD_NAMES, WIRING_KEY, Checkpoint, check_tensors
+from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, WIRING_KEY, Checkpoint, check_tensors
 from eyas.models.heads.block import block_tensors, load_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, block_config_json
 from eyas.models.heads.eagle import config_json, write_head
-from eyas.models.heads.eagle_config import EagleHeadConfig, Kind, canonical_name, read_head_config, tensor_shapes
+from eyas.models.heads.eagle_config import DEPTH_KEY, EagleHeadConfig, Kind, canonical_name, read_head_config, tensor_shapes
 from eyas.models.heads.layers import check_problems, stored_vocabulary, write_checkpoint
 from eyas.models.heads.medusa import MEDUSA_FILES, load_medusa
 from eyas.train.config import SERVED_BY, TrainConfig

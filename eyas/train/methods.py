@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from eyas.device.placement import check_device, use_threads
 from eyas.device.processor import trains_in_bfloat16
 from eyas.errors import MissingPackage
-from eyas.models.checkpoint import resolve_placement
 from eyas.models.layers.attention import import_transformers
+from eyas.models.placement import resolve_placement
 from eyas.progress import Show, silent
 from eyas.train.block import new_block_trainer
 from eyas.train.config import MASK_METHODS, SERVED_BY, WHOLE_VOCABULARY, TrainConfig

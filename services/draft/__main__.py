@@ -15,8 +15,9 @@ from eyas.device.placement import use_threads
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.errors import RequestFailed
-from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.fingerprints import target_fingerprint
+from eyas.models.placement import pass_dtype, resolve_placement
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.discovery.redis_registry import lease_registry

@@ -29,10 +29,11 @@ from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_worker
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
-from eyas.models.checkpoint import Checkpoint, pass_dtype, resolve_placement
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.fingerprints import target_fingerprint
 from eyas.models.generation_config import sampling_defaults
 from eyas.models.parallel.workers import RankInfo, TargetWorkers
+from eyas.models.placement import pass_dtype, resolve_placement
 from eyas.protocol.commit import Proposal
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import ModelInfo, TargetInfo

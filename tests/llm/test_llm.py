@@ -19,8 +19,8 @@ from eyas.config import EngineConfig, TreeConfig
 from eyas.device.placement import use_threads
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
-from eyas.models.checkpoint import pass_dtype, resolve_placement
 from eyas.models.loading import load_target
+from eyas.models.placement import pass_dtype, resolve_placement
 from tests.support.tiny import DEMO, write_head
 
 TARGET, HEAD = str(DEMO / "target"), str(DEMO / "eagle3")
@@ -161,7 +161,7 @@ def test_auto_takes_the_gpu_and_the_dtype_of_the_checkpoint(monkeypatch: pytest.
 def test_half_weights_are_multiplied_in_float32(
     settings: dict[str, Any], has_units: bool, passes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("eyas.models.checkpoint.multiplies_halves", lambda _: has_units)
+    monkeypatch.setattr("eyas.models.placement.multiplies_halves", lambda _: has_units)
     (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": settings.get("experts", 0)}))
     device, engine = settings.get("device", "cpu"), settings.get("engine", EngineConfig())
     assert pass_dtype(str(tmp_path), "bfloat16", device, engine) == passes

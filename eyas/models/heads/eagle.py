@@ -24,7 +24,6 @@ from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cpu import round_rows_of
 from eyas.models.checkpoint import (
-    DEPTH_KEY,
     EMBEDDING_NAMES,
     LM_HEAD_NAMES,
     WIRING_KEY,
@@ -35,6 +34,7 @@ from eyas.models.checkpoint import (
 )
 from eyas.models.heads.compiled import CompiledEagle
 from eyas.models.heads.eagle_config import (
+    DEPTH_KEY,
     EagleHeadConfig,
     HeadWiring,
     Kind,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from eyas.config.file_values import get_setting, shown
 from eyas.errors import CheckpointError
-from eyas.models.checkpoint import DEPTH_KEY, WIRING_KEY, Checkpoint
+from eyas.models.checkpoint import WIRING_KEY, Checkpoint
 from eyas.models.heads.layers import BackboneSizes, Shapes, check_target, layer_shapes, read_layer_sizes
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 
@@ -27,6 +27,8 @@ SUPPORTED_ACTIVATIONS = (None, "silu", "swish")
 SPECFORGE_ARCHITECTURES = {"LlamaForCausalLMEagle3", "LlamaForCausalLMEagle"}
 # Levels of P-EAGLE's published heads (2602.01469).
 PEAGLE_DEPTH = 7
+# Key of config.json under which P-EAGLE heads of ours state the depths that they were trained for.
+DEPTH_KEY = "eyas_num_depths"
 LAYER_ID_KEYS = ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
 
 

@@ -26,12 +26,12 @@ from eyas.kernels.arguments import AttentionRule
 from eyas.kernels.by_device import fused_kernels
 from eyas.models.backends.cpu import CpuDecoder, CpuLayer, CpuProducts
 from eyas.models.backends.packed_weights import MergedLinearPart, PackedLinear, Product, has_kernel
-from eyas.models.checkpoint import merge_quantised
 from eyas.models.inputs import PackedInputs
 from eyas.models.layers.attention import attend_layer, kv_sources
 from eyas.models.layers.experts import EXPERT_BLOCKS, DenseMLP, ExpertOutputs, RoutedExperts, with_experts
 from eyas.models.layers.norms import HeadLayout, RMSNorm
 from eyas.models.layers.numerics import Float32Head
+from eyas.models.layers.quantised import merge_quantised
 
 # Activations of the gate by the class that transformers makes of them.
 PLAIN_LINEAR = (nn.Linear, Float32Head)
