@@ -5,28 +5,18 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import KVCache
-from eyas.cache.states import START, StateStep
 from eyas.config.engine import INT8
-from eyas.config.file_values import shown
 from eyas.config.mtp_layouts import find_modules
 from eyas.config.target_limits import check_ranks, num_chosen_keys, quantisation
 from eyas.device.placement import check_device
 from eyas.errors import CheckpointError
 from eyas.models.backends.packed_weights import (
-    MergedLinearPart,
-    PackedEmbedding,
-    PackedLinear,
     copy_stored_weights,
     optimize_for_cpu,
 )
@@ -38,18 +28,15 @@ from eyas.models.checkpoint import (
     Checkpoint,
     CheckpointSource,
     WeightFiles,
-    cause,
     check_layers,
     check_quantisation,
     context_length,
     explained,
-    is_finite,
     open_checkpoint,
     shortened,
     stored_shapes,
 )
 from eyas.models.generation_config import end_tokens
-from eyas.models.inputs import Segment
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention, set_windows
 from eyas.models.layers.fused import fuse_layers, unfuse_layers
 from eyas.models.layers.indexed import not_of_indexers, without_indexers
@@ -64,6 +51,8 @@ from eyas.models.parallel.shards import (
     tie_head,
     weightless_model,
 )
+from eyas.models.pass_checks import check_attention, check_rows, tolerance_of
+from eyas.models.setting_errors import with_setting
 from eyas.models.supported import Architecture, inspect_architecture, trace_attention
 from eyas.models.target import PASS_ARGUMENTS, TargetModel
 from eyas.models.text_part import (
@@ -75,12 +64,10 @@ from eyas.models.text_part import (
     is_nested,
     text_part,
 )
+from eyas.models.transformers_log import quiet_transformers
 
 # Settings whose value may show in a tensor's shape.
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", "head_dim")
-
-# Where the tokens of the check of rows begin, one attempt after another.
-FIRST_TOKENS = range(1, 73, 9)
 
 log = logging.getLogger(__name__)
 
@@ -138,8 +125,8 @@ def load_target(
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
     adapt_model(target.model, target.dtype, longest, to_bytes)
-    logits = _check_attention(target)
-    _check_rows(target)
+    logits = check_attention(target)
+    check_rows(target)
     _fuse(target, logits)
     return target
 
@@ -162,7 +149,7 @@ def target_of(model: Any) -> TargetModel:
     pin_rotary(shared, target.max_model_len)
     use_float32_head(shared)
     drop_padding(target.config)
-    _check_attention(target)
+    check_attention(target)
     return target
 
 
@@ -193,9 +180,9 @@ def _fuse(target: TargetModel, expected: Tensor) -> None:
         if is_fused:
             unfuse_layers(target.model)
         return
-    tolerance = _tolerance(target)
+    tolerance = tolerance_of(target)
     try:
-        error = float((_check_attention(target) - expected).abs().max())
+        error = float((check_attention(target) - expected).abs().max())
     except CheckpointError:
         error = math.nan
     if target.on_any_rank(not error <= tolerance * float(expected.abs().max())):
@@ -229,7 +216,7 @@ def read_model_config(source: CheckpointSource) -> Any:
             is_known = raw["model_type"] not in OTHER_NAMES
             config = AutoConfig.from_pretrained(checkpoint.folder) if is_known else _make_config(raw)
     except CheckpointError as error:
-        raise _named(error, file, raw, _make_config) from error.__cause__
+        raise with_setting(error, file, raw, _make_config) from error.__cause__
     config = text_part(config)
     if is_nested(config, raw) and _has_weights(checkpoint):
         config.tie_word_embeddings = not any(name.endswith(LM_HEAD) for name in checkpoint.files)
@@ -254,53 +241,6 @@ def _make_config(values: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(**{**values, "model_type": OTHER_NAMES.get(name, name)})
 
 
-def _named(
-    error: CheckpointError, file: Path, values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object]
-) -> CheckpointError:
-    """Return the error with the setting of a config.json that causes it: the first without which `make` raises nothing."""
-    with quiet_transformers():
-        culprit = _culprit(values, make)
-    if not culprit:
-        return error
-    reason = cause(error.__cause__) if error.__cause__ else str(error)
-    return CheckpointError(f"{file}: {culprit}, which {file.parent.name} cannot be loaded with: {reason}")
-
-
-def _culprit(values: Mapping[str, Any], make: Callable[[Mapping[str, Any]], object]) -> str:
-    """Return the first setting without which `make` works, with its value; empty if there is none, as for unknown
-    architectures.
-    """
-    for key in sorted(values.keys() - {"model_type"}):
-        try:
-            make({name: value for name, value in values.items() if name != key})
-        except Exception:
-            continue
-        inner = values[key]
-        if isinstance(inner, dict):
-            deeper = _culprit(inner, lambda rest, key=key: make({**values, key: rest}))  # type: ignore[misc]
-            return f"in {key} {deeper}" if deeper else f"{key} is {shown(inner)}"
-        return f"{key} is {shown(inner)}"
-    return ""
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Let transformers log errors only inside the block: what it reports of weights, errors of Eyas say in a line.
-
-    Outside a terminal its progress bars stay off after the block.
-    """
-    from transformers.utils import logging as verbosity
-
-    if not sys.stderr.isatty():
-        verbosity.disable_progress_bar()  # type: ignore[no-untyped-call]  # in a log it is noise, and on a full disk it raises
-    before = verbosity.get_verbosity()
-    verbosity.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        verbosity.set_verbosity(before)
-
-
 def _inspect(config: Any, checkpoint: Checkpoint) -> Architecture:
     """Run `inspect_architecture` of the config in a folder. Its error names the setting that causes it, if one does."""
     try:
@@ -310,7 +250,7 @@ def _inspect(config: Any, checkpoint: Checkpoint) -> Architecture:
         if error.__cause__ is None:  # an architecture that Eyas does not serve, whatever its settings
             of = f"text part of {checkpoint.config['model_type']}: " if is_nested(config, checkpoint.config) else ""
             raise CheckpointError(f"{file}: {of}{error}") from None
-        raise _named(
+        raise with_setting(
             error, file, checkpoint.config, lambda values: trace_attention(_make_config(values))
         ) from error.__cause__
 
@@ -436,102 +376,6 @@ def _warn_of_unused(names: Iterable[str], source: object, config: Any) -> None:
     modules = find_modules(left, int(config.get_text_config().num_hidden_layers))
     if unused := sorted(name for name in left if not (modules and modules.owns(name))):
         log.warning("%s: its config asks for no tensor of the names %s; they are not used", source, shortened(unused))
-
-
-def _check_attention(target: TargetModel) -> Tensor:
-    """Return logits of a small pass over two sequences [2, V].
-
-    Raises CheckpointError unless every layer stores its keys through our attention and only asked rows get logits. An
-    architecture that ignores arguments which it does not know would give wrong results without an error.
-    """
-    name = type(target.model).__name__
-    kv_cache = target.new_kv_cache(4)
-    logits = _logits(target, kv_cache, [_sequence(1, 2, 0), _sequence(2, 2, 2)], last_only=True)
-    if len(logits) != 2 or not all(bool(keys.any()) for keys in kv_cache.keys if keys.numel()):
-        raise CheckpointError(f"{name} does not use transformers' attention interface in every layer; Eyas cannot serve it")
-    _check_finite(target, logits)
-    return logits
-
-
-def _check_rows(target: TargetModel) -> None:
-    """Raises CheckpointError if rows depend on others outside attention and known recurrent layers, as in pooling.
-
-    A router may be so near a tie that rounding sends a row to another expert. That is chance, and not so with other tokens,
-    while layers that mix rows do it with all: each row must pass once.
-    """
-    moved = torch.ones(7, dtype=torch.bool, device=target.device)
-    for token in FIRST_TOKENS:
-        moved &= _moved_rows(target, token)
-        if not target.on_any_rank(bool(moved.any())):
-            return
-    raise CheckpointError(
-        f"{type(target.model).__name__} mixes rows outside attention, as pooling and unknown recurrences do. To serve it, "
-        "Eyas would need their functions over a draft tree; take another model"
-    )
-
-
-def _moved_rows(target: TargetModel, token: int) -> Tensor:
-    """Return which rows' logits change with the sequence before theirs, or with how much of theirs a pass runs, bool [7]."""
-    kv_cache = target.new_kv_cache(9)
-    own, first, second = (_sequence(token + 3 * which, 3, 3 * which) for which in range(3))
-    own = own._replace(states=StateStep(START, 1, marks=((2, 2),)))
-    # the first two tokens of the last are in their slots, and the state behind them in row 2
-    packs = ([first, own], [second, own], [first, own.part(2, 3)._replace(states=StateStep(2, 1))])
-    # Logits that are no numbers are not this check's.
-    found = [torch.nan_to_num(_logits(target, kv_cache, pack), 0.0, 0.0, 0.0) for pack in packs]
-    whole, beside, decoded = found[0], found[1][3:], found[2]
-    same_shape, other_shape = (tolerance * whole.abs().max() for tolerance in _row_tolerances(target))
-    stays = [(beside - whole[3:]).abs().amax(1) <= same_shape, (decoded - whole[[0, 1, 2, 5]]).abs().amax(1) <= other_shape]
-    return ~torch.cat(stays)
-
-
-def _row_tolerances(target: TargetModel) -> tuple[float, float]:
-    """Return how far logits of a row may move, relative to the largest: in passes of one shape, and of several.
-
-    In passes of one shape, products sum a row in the same order whatever other rows hold; two roundings of bfloat16 are left
-    to devices that add in any order. Experts get other numbers of rows even then. Another shape may round every sum
-    otherwise, which in deep models of 16 bits comes to a few hundredths. Quantised layers may take one scale for the
-    activations of all rows.
-    """
-    if quantisation(target.model.config):
-        return 0.1, 0.1
-    if target.dtype == torch.float32:
-        return 1e-3, 1e-3
-    return (0.05 if target.is_mixture_of_experts else 2**-7), 0.05
-
-
-def _sequence(token: int, count: int, slot: int) -> Segment:
-    """Return the first rows of a sequence, whose tokens and slots count up from `token` and `slot`."""
-    rows = np.arange(count)
-    return Segment(rows + token, rows, rows + slot, np.zeros(0, dtype=np.int64), None, rows)
-
-
-def _logits(target: TargetModel, kv_cache: KVCache, segments: list[Segment], last_only: bool = False) -> Tensor:
-    """Return logits of all rows of a pass, or of the last of each segment [N, V]."""
-    if last_only:
-        segments = [segment._replace(logits_indices=segment.logits_indices[-1:]) for segment in segments]
-    segments = [segment._replace(tokens=segment.tokens % target.vocab_size) for segment in segments]
-    with explained(f"{type(target.model).__name__} does not work with packed rows over token slots"):
-        return target.forward(target.pack(segments), kv_cache).logits
-
-
-def _tolerance(target: TargetModel) -> float:
-    """Return how far logits may differ by rounding, relative to the largest."""
-    return 1e-3 if target.dtype == torch.float32 else 0.1
-
-
-def _check_finite(target: TargetModel, logits: Tensor) -> None:
-    """Raises CheckpointError for logits that are NaN or infinite, with the weights that are."""
-    if is_finite(logits):
-        return
-    wrong = [name for name, weight in target.model.named_parameters() if not is_finite(weight)]
-    wrong += [
-        f"{name}.weight"
-        for name, module in target.model.named_modules()
-        if isinstance(module, PackedLinear | MergedLinearPart | PackedEmbedding) and not is_finite(module.weight)
-    ]
-    what = f"{shortened(wrong)} hold NaN or infinity" if wrong else "its layers compute NaN or infinity"
-    raise CheckpointError(f"{target.name_or_path!r} as {target.dtype}: {what}; take undamaged weights, or another dtype")
 
 
 def check_tensor_parallel(target: CheckpointSource, num_ranks: int) -> None:

@@ -39,10 +39,11 @@ from eyas.models.inputs import PackedInputs
 from eyas.models.layers.attention import ATTENTION_NAME, register_attention
 from eyas.models.layers.indexed import not_of_indexers, without_indexers
 from eyas.models.layers.mixers import use_pools
-from eyas.models.loading import adapt_model, help_layers, quiet_transformers, read_model_config
+from eyas.models.loading import adapt_model, help_layers, read_model_config
 from eyas.models.supported import RECURRENT_LAYERS, Architecture, inspect_architecture
 from eyas.models.target import TargetModel
 from eyas.models.text_part import HEAD, architecture_class
+from eyas.models.transformers_log import quiet_transformers
 
 # What recursion feeds back is the normed state in the code of most engines. `eyas check head` measures the other way too.
 STATED_WIRING = HeadWiring((FINAL_NORM_OUTPUT,), output="normed")
