@@ -91,7 +91,9 @@ def load_target(
             a max_model_len above the model's.
         passes: the dtype that passes compute in; empty takes that of the weights, see `pass_dtype`.
     """
-    register_attention()
+    register_attention()  # models are made with its name, already to inspect their architecture
+
+    # Everything that the config and the headers of the files can refute comes before the first weight, which takes minutes.
     check_device(passes if dtype == INT8 else dtype, device)
     checkpoint = open_checkpoint(source)
     check_quantisation(checkpoint.config, checkpoint.path, device)
@@ -99,35 +101,32 @@ def load_target(
     if _has_weights(checkpoint):
         check_layers(checkpoint.files, config, checkpoint.config_file)
     architecture = _inspect(config, checkpoint)
-    shapes = architecture.kv_shapes
+    kv_heads = [shape.num_heads for shape in architecture.kv_shapes]
     longest = context_length(config, max_model_len, checkpoint.path)
     _report_limit(config, longest, checkpoint.path)
     names = stored_names(config, checkpoint, architecture.tensors)
     _check_shapes(architecture.tensors, config, checkpoint, names)
     ends = end_tokens(checkpoint.folder, config)
+
     computed = getattr(torch, passes or dtype)
     to_bytes = dtype == INT8
     files = WeightFiles(checkpoint, computed if to_bytes else getattr(torch, dtype), device, names.own if names else None)
-    model = _load_parts(config, files, computed, to_bytes, shard, [shape.num_heads for shape in shapes])
+    model = _load_parts(config, files, computed, to_bytes, shard, kv_heads)
     if model is None:
         model = _load_weights(config, checkpoint, files.dtype, names)
-        if computed != files.dtype:
-            optimize_for_cpu(model, computed)
-            copy_stored_weights(model, computed)
-        # a GPU alone may multiply by quantised weights, whose projections of latents become plain
-        model = use_pools(model if shard else model.to(torch.device(device)))
-        if shard is not None:
-            shard_model(model, shard, [shape.num_heads for shape in shapes])
+        model = _placed(model, files, computed, shard, kv_heads)
     model.name_or_path = checkpoint.path
-    model.generation_config.eos_token_id = ends
+    model.generation_config.eos_token_id = ends  # TargetModel reads it
     help_layers(model, architecture)
+
     target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, architecture)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
+    # On the device, and of a rank's own part: layers that are packed can neither move nor be cut.
     adapt_model(target.model, target.dtype, longest, to_bytes)
     logits = check_attention(target)
-    check_rows(target)
-    _fuse(target, logits)
+    check_rows(target)  # only now: without our attention, rows would differ for another reason than the error names
+    _fuse(target, logits)  # last, because it must leave the logits of transformers' own layers as they are
     return target
 
 
@@ -323,6 +322,19 @@ def _load_parts(
         log.warning("%s: each rank reads all weights into memory before it takes its part", files.folder)
     else:
         log.info("rank %d of %d has read %.2f GiB of weights", shard.rank, shard.size, files.bytes_read / 2**30)
+    return model
+
+
+def _placed(model: Any, files: WeightFiles, passes: torch.dtype, shard: Shard | None, kv_heads: Sequence[int]) -> Any:
+    """Return a whole model of transformers with what the device or the rank needs, see `_load_parts`."""
+    if passes != files.dtype:
+        optimize_for_cpu(model, passes)
+        copy_stored_weights(model, passes)  # after packing, which reads the weights in the dtype of the files
+    # The device first: a GPU alone may multiply by quantised weights, whose projections of latents become plain. But a rank
+    # cuts its part on the CPU, so that no device has to hold the whole model.
+    model = use_pools(model if shard else model.to(torch.device(files.device)))
+    if shard is not None:
+        shard_model(model, shard, kv_heads)  # after the pools: their projections of latents are what is cut
     return model
 
 
