@@ -109,7 +109,7 @@ def prepare(
 
 def _print_coverage(folder: Path, info: Prepared, draft_vocab_size: int) -> None:
     """Print the share of the supervised text that the draft vocabularies hold."""
-    from eyas.train.data import covering_size, draft_vocabulary, token_frequencies, vocabulary_coverage
+    from eyas.train.draft_vocabulary import covering_size, draft_vocabulary, token_frequencies, vocabulary_coverage
 
     usual = [size for size in USUAL_DRAFT_VOCABULARIES if size < info.vocab_size]
     chosen = covering_size(token_frequencies(folder))
@@ -189,9 +189,9 @@ def features(out: Out, config: ConfigFile = None, assignments: Assignments = [])
     settings = load(TrainConfig, config, assignments)
     with progress() as shown:
         shown.show("importing torch")
-        from eyas.train.data import Windows
         from eyas.train.features import features_bytes, load_target_weights, store_features
         from eyas.train.methods import build_online_target, build_trainee
+        from eyas.train.windows import Windows
 
         shown.show(f"reading embedding and output layer of {settings.model}")
         target = load_target_weights(settings.model)
@@ -230,7 +230,7 @@ def run(
 
 def _print_draft_vocabulary(trainer: Trainer) -> None:
     """Print the share of the training text that a head with a reduced vocabulary can draft."""
-    from eyas.train.data import vocabulary_coverage
+    from eyas.train.draft_vocabulary import vocabulary_coverage
 
     draft_ids = getattr(getattr(trainer.trainee, "head", None), "draft_ids", None)
     if trainer.accelerator.is_main_process and draft_ids is not None and len(draft_ids) < trainer.windows.info.vocab_size:

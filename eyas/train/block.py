@@ -24,7 +24,6 @@ from eyas.models.heads.block_config import BlockHeadConfig, Dialect
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.layers import BackboneSizes
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
-from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, head_sizes
 from eyas.train.losses import (
     AGREES,
@@ -38,6 +37,7 @@ from eyas.train.losses import (
     weighted_sum,
 )
 from eyas.train.start import Samples, low_rank, solve
+from eyas.train.windows import Batch
 
 Metrics = dict[str, Tensor]
 # Of the length of the target's states, for the backbone's at the start: the Markov head knows more then.

@@ -1,4 +1,4 @@
-"""Training text: `prepare` makes token ids and loss masks of files; `Windows` packs them for training, in a seeded order.
+"""Training text: `prepare` makes token ids and loss masks of files, in a folder that `StoredDocuments` reads.
 
 Files are JSON Lines, or a JSON list, with `messages` or `conversations` (role and content, or from and value), `prompt`
 and `completion`, `text` or `token_ids`; or plain text. In conversations only the assistant's words count in the loss. A row
@@ -8,10 +8,8 @@ library, `token_freq.safetensors` and `prepared.json`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,12 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from eyas.config import ServedModel
 from eyas.config.checks import at_least, require
 from eyas.config.file_values import read_json
-from eyas.errors import CheckpointError, ConfigError, InvalidRequest
+from eyas.errors import ConfigError, InvalidRequest
 from eyas.models.checkpoint import Checkpoint, resolve
 from eyas.text.chat_template import ChatTemplate, load_template
 from eyas.text.rows import FIELDS, JSON_SUFFIXES, BadRow, check_text, text_of, token_ids_of, usable_rows
@@ -43,14 +40,6 @@ UNANSWERED = {FAILED, SKIPPED}
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant", "model": "assistant"}
 # Documents that are held out at least, unless that is more than half of them.
 MIN_HELDOUT = 8
-# The size of a draft vocabulary that is chosen by coverage, the share of the supervised tokens that it then holds, and its
-# least size.
-BY_COVERAGE = -1
-COVERAGE = 0.995
-MIN_DRAFT_VOCABULARY = 8192
-# Such a size is a multiple of this. Beyond this share of the whole vocabulary a part saves too little.
-VOCABULARY_STEP = 128
-MAX_DRAFT_SHARE = 0.75
 # What is in memory at a time: entries, characters of their texts, and parts on their way to disk.
 BATCH_ENTRIES, BATCH_CHARACTERS, WRITER_ROWS = 256, 1 << 20, 256
 
@@ -446,43 +435,6 @@ def prompt_of(entry: Mapping[str, Any]) -> str | None:
     return str(entry["prompt"])
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Windows of packed documents: tokens, documents and positions int64 [N, L], loss_mask bool [N, L].
-
-    Attributes:
-        documents: number of each position's document within the window; -1 is padding.
-        positions: within the document.
-        index: numbers of the windows.
-        draws: how many windows of the run came before each; they seed what is random.
-    """
-
-    tokens: Tensor
-    loss_mask: Tensor
-    documents: Tensor
-    positions: Tensor
-    index: tuple[int, ...] = ()
-    draws: tuple[int, ...] = ()
-
-    def to(self, device: torch.device) -> Batch:
-        """Return the batch on a device."""
-        tokens, loss_mask = self.tokens.to(device), self.loss_mask.to(device)
-        return Batch(tokens, loss_mask, self.documents.to(device), self.positions.to(device), self.index, self.draws)
-
-    def random(self, seed: int, *shape: int) -> Tensor:
-        """Return the uniform values in [0, 1), float32 [N, *shape]; those of a window are the same in any
-        batch and process.
-        """
-        generators = (torch.Generator().manual_seed(seed * 1_000_003 + draw) for draw in self.draws or self.index)
-        values = torch.stack([torch.rand(shape, generator=generator) for generator in generators])
-        return values.to(self.tokens.device)
-
-    @property
-    def is_packed(self) -> bool:
-        """Return whether a window holds more than one document, or padding."""
-        return bool((self.documents != 0).any())
-
-
 class StoredDocuments(Sequence[Document]):
     """The documents of a split, read from memory-mapped files when they are asked for. lengths: in tokens, int64 [N]."""
 
@@ -518,90 +470,6 @@ class StoredDocuments(Sequence[Document]):
         return Document(ids.astype(np.int64), mask.astype(bool))
 
 
-class Windows:
-    """The windows of a split. Documents stay whole where they fit; the packing depends on length and order alone."""
-
-    def __init__(self, folder: Path, max_length: int, split: str = TRAIN) -> None:
-        """Raises ConfigError for a folder that `eyas train prepare` did not write."""
-        self.info, self.documents = read_prepared(folder), StoredDocuments(folder, split)
-        self.max_length = max_length
-        self.packs = _pack(self.documents.lengths.tolist(), max_length)
-
-    def __len__(self) -> int:
-        return len(self.packs)
-
-    @cached_property
-    def digest(self) -> str:
-        """Return the digest of all that windows hold, in their order, which states computed of other
-        windows do not match.
-        """
-        found = hashlib.sha256(f"{self.max_length}".encode())
-        for ids, mask in self.documents:
-            found.update(ids.tobytes() + mask.tobytes())
-        return found.hexdigest()[:16]
-
-    def batch(self, indices: Sequence[int], draws: Sequence[int] = ()) -> Batch:
-        """Return the windows of these numbers. draws: see Batch."""
-        shape = (len(indices), self.max_length)
-        tokens, documents = np.zeros(shape, np.int64), np.full(shape, -1, np.int64)
-        positions, mask = np.zeros(shape, np.int64), np.zeros(shape, bool)
-        for row, index in enumerate(indices):
-            at = 0
-            for number, (document, start) in enumerate(self.packs[index]):
-                ids, flags = (column[start : start + self.max_length] for column in self.documents[document])
-                place = slice(at, at + len(ids))
-                tokens[row, place], mask[row, place] = ids, flags
-                documents[row, place], positions[row, place] = number, np.arange(len(ids))
-                mask[row, at] = False  # nothing before it predicts it
-                at += len(ids)
-        arrays = [torch.from_numpy(array) for array in (tokens, mask, documents, positions)]
-        return Batch(arrays[0], arrays[1], arrays[2], arrays[3], tuple(indices), tuple(draws))
-
-    def order(self, seed: int, epoch: int) -> Tensor:
-        """Return the order of the windows in an epoch."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        return torch.randperm(len(self), generator=generator)
-
-    def step_batch(self, seed: int, step: int, batch_size: int, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """Return the windows of a process in a pass. All processes together take the windows that one alone would take."""
-        first = (step * num_ranks + rank) * batch_size
-        numbers = range(first, first + batch_size)
-        orders = {epoch: self.order(seed, epoch) for epoch in {number // len(self) for number in numbers}}
-        return self.batch([int(orders[number // len(self)][number % len(self)]) for number in numbers], numbers)
-
-
-def _pack(lengths: Sequence[int], size: int) -> list[list[tuple[int, int]]]:
-    """Return (document, start) of what each window holds: parts of `size` of long documents, then first fit in order of
-    length.
-    """
-    packs: list[list[tuple[int, int]]] = []
-    rests: list[tuple[int, int, int]] = []
-    for document, length in enumerate(lengths):
-        starts = range(0, length, size)
-        for start in starts:
-            if length - start >= size:
-                packs.append([(document, start)])
-            elif length - start > 1:
-                rests.append((length - start, document, start))
-    free: dict[int, list[int]] = {}
-    rooms: list[int] = []  # those that some pack has, ascending
-    for length, document, start in sorted(rests, key=lambda rest: (-rest[0], rest[1])):
-        place = bisect_left(rooms, length)
-        if place == len(rooms):
-            packs.append([])
-            pack, room = len(packs) - 1, size
-        else:
-            room = rooms[place]
-            pack = free[room].pop()
-            if not free[room]:
-                del rooms[place]
-        packs[pack].append((document, start))
-        if not free.setdefault(room - length, []):
-            insort(rooms, room - length)
-        free[room - length].append(pack)
-    return packs
-
-
 def read_prepared(folder: Path) -> Prepared:
     """Return what was prepared. Raises ConfigError."""
     try:
@@ -614,66 +482,3 @@ def read_prepared(folder: Path) -> Prepared:
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{str(folder)!r} holds no prepared data ({error}); run `eyas train prepare` first") from error
-
-
-def token_frequencies(folder: Path) -> Tensor:
-    """Return how often each token is supervised in the training split, int64 [V]."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return load_file(folder / FREQUENCY_FILE)["token_freq"]
-    except (OSError, SafetensorError, KeyError) as error:
-        raise ConfigError(f"cannot read {folder / FREQUENCY_FILE}: {error}; run `eyas train prepare` again") from error
-
-
-def covering_size(counts: Tensor) -> int:
-    """Return the size of the draft vocabulary that holds COVERAGE of the counted tokens, int64 [V]; 0 if a whole one is
-    better.
-
-    Rare tokens of other text need rows too, so that it has at least MIN_DRAFT_VOCABULARY.
-    """
-    shares = counts.sort(descending=True).values.double().cumsum(0)
-    needed = int((shares < COVERAGE * shares[-1]).sum()) + 1
-    size = max(-(-needed // VOCABULARY_STEP) * VOCABULARY_STEP, MIN_DRAFT_VOCABULARY)
-    return size if size <= MAX_DRAFT_SHARE * len(counts) else 0
-
-
-def draft_vocabulary(folder: Path, size: int, vocab_size: int) -> Tensor:
-    """Return the ids of the most frequent supervised tokens, ascending, int64 [size].
-
-    size: 0 takes all tokens, BY_COVERAGE as many as `covering_size` says. Raises ConfigError.
-    """
-    if size == BY_COVERAGE:
-        size = covering_size(token_frequencies(folder))
-    if not size or size == vocab_size:
-        return torch.arange(vocab_size)
-    if size > vocab_size:
-        raise ConfigError(f"head.draft_vocab_size is {size}, but the target's vocabulary is {vocab_size}")
-    return token_frequencies(folder).topk(size).indices.sort().values
-
-
-def vocabulary_coverage(folder: Path, draft_ids: Tensor) -> float:
-    """Return the share of the supervised tokens of the training split that are among these ids, int64 [D]."""
-    counts = token_frequencies(folder)
-    return float(counts[draft_ids].sum()) / max(1.0, float(counts.sum()))
-
-
-def check_mask_token(windows: Windows, mask_token_id: int) -> None:
-    """Raises ConfigError if the reserved token occurs in the data: its embedding must mean nothing else."""
-    places = sum(int((ids == mask_token_id).sum()) for ids, _ in windows.documents)
-    if places:
-        raise ConfigError(
-            f"head.mask_token_id is {mask_token_id}, which occurs {places} times in the data; name an id that never does"
-        )
-
-
-def check_prepared(windows: Windows, model: str, vocab_size: int) -> None:
-    """Raises for data of another vocabulary, and for data without a supervised token."""
-    if windows.info.vocab_size != vocab_size:
-        raise CheckpointError(
-            f"the data were prepared for {windows.info.model} with a vocabulary of {windows.info.vocab_size}, but {model} "
-            f"has {vocab_size}; prepare them for this model"
-        )
-    if not len(windows) or not any(bool(mask.any()) for _, mask in windows.documents):
-        raise ConfigError("the data hold no supervised token; prepare conversations with turns of the assistant, or text")

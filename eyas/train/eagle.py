@@ -37,10 +37,11 @@ from eyas.models.heads.layers import DraftLayer, draft_ids_of, stored_vocabulary
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics, fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
-from eyas.train.data import BY_COVERAGE, Batch
+from eyas.train.draft_vocabulary import BY_COVERAGE
 from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, head_sizes
 from eyas.train.losses import AGREES, CHANCE, row_losses, total_weight, weighted_mean, weighted_sum
 from eyas.train.start import Samples, low_rank, root_mean_square, solve, unit_rows
+from eyas.train.windows import Batch
 
 # Keys and values of every step, [N, L - 1, J, d] each.
 Seen = list[tuple[Tensor, Tensor]]

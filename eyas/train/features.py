@@ -28,7 +28,7 @@ from eyas.models.parallel.shards import weightless_model
 from eyas.models.target import TargetModel
 from eyas.models.text_part import auto_class
 from eyas.train.config import HeadConfig
-from eyas.train.data import Batch, Windows
+from eyas.train.windows import Batch, Windows
 
 INDEX_FILE, LAYERS_KEY = "features.json", "aux_hidden_state_layers"
 

@@ -19,7 +19,7 @@ from eyas.models.placement import resolve_placement
 from eyas.progress import Show, silent
 from eyas.train.block import new_block_trainer
 from eyas.train.config import MASK_METHODS, SERVED_BY, WHOLE_VOCABULARY, TrainConfig
-from eyas.train.data import Windows, check_mask_token, check_prepared, draft_vocabulary
+from eyas.train.draft_vocabulary import draft_vocabulary
 from eyas.train.eagle import new_eagle_trainer
 from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import NoStates, OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
@@ -27,6 +27,7 @@ from eyas.train.multi_head import new_draft_model_trainer, new_hydra_trainer, ne
 from eyas.train.peagle import new_peagle_trainer
 from eyas.train.start import Samples
 from eyas.train.trainer import Trainer, newest_checkpoint
+from eyas.train.windows import Windows, check_mask_token, check_prepared
 
 Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
 

@@ -24,7 +24,6 @@ from eyas.models.heads.medusa import MedusaHead, load_medusa
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.block import Metrics
 from eyas.train.config import HEAD_SETTINGS, LossConfig, LossType, TrainConfig, check_warm_start
-from eyas.train.data import Batch
 from eyas.train.features import TargetStates, TargetWeights, load_whole
 from eyas.train.losses import (
     AGREES,
@@ -36,6 +35,7 @@ from eyas.train.losses import (
     weighted_sum,
 )
 from eyas.train.start import Samples, solve
+from eyas.train.windows import Batch
 
 
 class MultiHeadTrainer(nn.Module):

@@ -24,10 +24,10 @@ from eyas.kernels.arguments import Projected
 from eyas.models.heads.eagle import write_head
 from eyas.train.block import Metrics
 from eyas.train.config import LossConfig, LossType, TrainConfig
-from eyas.train.data import Batch
 from eyas.train.eagle import EagleParts, eagle_tensors, make_eagle_parts
 from eyas.train.features import TargetStates, TargetWeights, additive_document_mask
 from eyas.train.losses import AGREES, CHANCE, LOSS, masked_sum, row_losses, total_weight, weighted_mean, weighted_sum
+from eyas.train.windows import Batch
 
 LEAST_KEPT = 0.2  # of the pairs, at any depth
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from eyas.errors import ConfigError
-from eyas.train.data import Batch, Windows
 from eyas.train.features import StateSource, TargetStates
+from eyas.train.windows import Batch, Windows
 
 # Tokens whose states are read, as far as these states are no more numbers, 2 GiB; solving takes several times as much.
 SAMPLE_TOKENS = 2**16

@@ -25,9 +25,9 @@ from eyas.errors import ConfigError
 from eyas.models.checkpoint import explained
 from eyas.progress import Show, progress, silent
 from eyas.train.config import OptimizerConfig, TrainConfig
-from eyas.train.data import Windows
 from eyas.train.evaluate import Evaluation, Evaluator
 from eyas.train.features import NoStates, StateSource, keeping_saved
+from eyas.train.windows import Windows
 
 LOG_FILE, CHECKPOINTS = "log.jsonl", "checkpoints"
 KEPT_CHECKPOINTS = 2

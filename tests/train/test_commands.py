@@ -12,7 +12,8 @@ from eyas import LLM, SamplingParams
 from eyas.cli.main import app
 from eyas.cli.train import peak_memory
 from eyas.models.heads.block import load_block_head
-from eyas.train.data import draft_vocabulary, read_prepared, vocabulary_coverage
+from eyas.train.data import read_prepared
+from eyas.train.draft_vocabulary import draft_vocabulary, vocabulary_coverage
 from tests.support.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, tiny_target, write_ids
 

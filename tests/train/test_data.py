@@ -22,18 +22,10 @@ from eyas.text.chat_template import load_template
 from eyas.text.tokenizer import load_tokenizer
 from eyas.train import data
 from eyas.train.block import draw_anchors
-from eyas.train.data import (
-    HELDOUT,
-    TRAIN,
-    DocumentReader,
-    Windows,
-    draft_vocabulary,
-    prepare,
-    read_prepared,
-    token_frequencies,
-    vocabulary_coverage,
-)
+from eyas.train.data import HELDOUT, TRAIN, DocumentReader, prepare, read_prepared
+from eyas.train.draft_vocabulary import draft_vocabulary, token_frequencies, vocabulary_coverage
 from eyas.train.methods import build_trainer
+from eyas.train.windows import Windows
 from tests.support.tiny import DEMO, write_spelling_tokenizer, write_target
 from tests.support.tiny_block import tiny_block_head
 from tests.train.small_runs import prepared, settings, small_disk, tiny_target, write_ids

@@ -10,7 +10,8 @@ import torch
 
 from eyas import LLM, SamplingParams
 from eyas.cli.train import conclude
-from eyas.train.data import covering_size, read_prepared
+from eyas.train.data import read_prepared
+from eyas.train.draft_vocabulary import covering_size
 from eyas.train.evaluate import Evaluation
 from eyas.train.methods import build_trainer
 from tests.support.tiers import nightly

@@ -28,7 +28,7 @@ from eyas.protocol.commit import TreeBudget
 from eyas.train import losses
 from eyas.train.block import BlockTrainer
 from eyas.train.config import LossConfig, LossType, OptimizerConfig, Scheduler
-from eyas.train.data import Batch, prepare
+from eyas.train.data import prepare
 from eyas.train.eagle import Ancestry, attend_ancestors
 from eyas.train.export import export_head
 from eyas.train.features import load_target_weights
@@ -45,6 +45,7 @@ from eyas.train.losses import (
 from eyas.train.methods import build_trainer
 from eyas.train.peagle import Pairs, PEagleTrainer, kept_pairs, segments
 from eyas.train.trainer import learning_rates
+from eyas.train.windows import Batch
 from tests.drafters.trees.test_eagle_trees import GREEDY, commit
 from tests.support.naive_eagle import NaiveEagle
 from tests.train.small_runs import MASK, settings, tiny_target

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from eyas.errors import CheckpointError
-from eyas.train.data import Batch
 from eyas.train.features import OnlineTarget, load_target_weights
 from eyas.train.methods import TRAINEES, build_trainer
+from eyas.train.windows import Batch
 from tests.support.families import FAMILIES, config_of, write_model
 from tests.support.reference import load_reference
 from tests.train.small_runs import read_by, settings

@@ -23,13 +23,14 @@ from eyas.config import TreeConfig
 from eyas.errors import ConfigError
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.train.config import EvalConfig
-from eyas.train.data import DocumentReader, Windows, prepare, read_prepared
+from eyas.train.data import DocumentReader, prepare, read_prepared
 from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.export import write_card
 from eyas.train.features import StoredFeatures, store_features
 from eyas.train.methods import build_online_target, build_source, build_trainer
 from eyas.train.regenerate import Regenerated, RegenerateSettings, regenerate
 from eyas.train.trainer import Progressed
+from eyas.train.windows import Windows
 from tests.support.tiny import DEMO, fixed_config
 from tests.support.tiny_block import tiny_block_head
 from tests.train.small_runs import settings, small_disk

@@ -18,8 +18,8 @@ from eyas.config.loader import load
 from eyas.errors import ConfigError
 from eyas.services.local.cluster import free_port
 from eyas.train.config import TrainConfig
-from eyas.train.data import Windows
 from eyas.train.methods import build_trainer
+from eyas.train.windows import Windows
 from tests.support.services.forks import Popen
 from tests.support.tiers import nightly
 from tests.support.tiny_block import tiny_block_head

@@ -11,10 +11,10 @@ import torch
 from eyas.config.loader import load
 from eyas.errors import ConfigError
 from eyas.train.config import HEAD_SETTINGS, LOSS_SETTINGS, EvalConfig, HeadConfig, LossConfig, TrainConfig
-from eyas.train.data import Windows
 from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import OnlineTarget
 from eyas.train.methods import build_evaluator, build_online_target, build_trainer
+from eyas.train.windows import Windows
 from tests.support.tiny_block import tiny_block_head
 from tests.support.tiny_medusa_hydra import tiny_heads
 from tests.train.small_runs import settings

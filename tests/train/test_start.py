@@ -7,10 +7,10 @@ import torch
 
 from eyas.errors import CheckpointError, ConfigError
 from eyas.train import start
-from eyas.train.data import Windows
 from eyas.train.methods import build_online_target, build_trainer
 from eyas.train.multi_head import DraftModelTrainer
 from eyas.train.start import Samples, low_rank, solve
+from eyas.train.windows import Windows
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import SERVED
 from tests.support.tiers import nightly, tiered
