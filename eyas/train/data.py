@@ -45,7 +45,7 @@ BATCH_ENTRIES, BATCH_CHARACTERS, WRITER_ROWS = 256, 1 << 20, 256
 
 
 class Document(NamedTuple):
-    """Return the token ids of a text, int64 [n], and whether each counts in the loss, bool [n]."""
+    """Token ids of a text, int64 [n], and whether each counts in the loss, bool [n]."""
 
     input_ids: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
@@ -103,15 +103,15 @@ def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     model: str, files: Sequence[Path], out: Path, heldout: float, max_length: int, min_loss_tokens: int, seed: int,
     chat_template_kwargs: Mapping[str, Any] | None = None, show: Callable[[int], object] = lambda rows: None,
 ) -> Prepared:  # fmt: skip
-    """Write a prepared folder.
+    """Write a prepared folder, in batches of documents.
 
     Raises ConfigError for settings out of range, files without usable text, chats without a template, and a full disk.
 
     Args:
         heldout: share of documents kept out of training; see `_held_out`.
-        show: called with the number of rows read so far. Longer documents are cut into parts of max_length; parts without a
-            supervised token are left out, and so are documents with fewer than min_loss_tokens. Documents go to disk in
-            batches.
+        max_length: tokens at which longer documents are cut; a part without a supervised token is left out.
+        min_loss_tokens: supervised tokens below which a document is left out.
+        show: called with the number of rows read so far.
         chat_template_kwargs: as `LLM.chat` takes them.
     """
     from datasets import Dataset, disable_progress_bars

@@ -102,7 +102,7 @@ class OutputConfig(StrictModel):
 
 
 class Thinking(StrictModel):
-    """Return whether the model thinks before it answers, for its chat template. display has no effect.
+    """Switch of the thinking before an answer, for the chat template. display has no effect.
 
     budget_tokens: most tokens of reasoning, of models that write it.
     """
