@@ -12,7 +12,8 @@ from eyas.config import LimitsConfig
 from eyas.config.checks import MAX_WHITESPACE_PATTERN, is_whitespace_pattern
 from eyas.rpc.admission import LARGE_REQUEST_BYTES
 from eyas.services.router.http.bodies.base import MAX_FIELDS, MAX_OBJECTS, FieldPolicy, field_names, parse_body
-from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody, invalid_body
+from eyas.services.router.http.bodies.body_errors import invalid_body
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from eyas.services.router.http.bodies.other_servers import near_names, translated
 from eyas.services.router.http.errors import instead_of
 from eyas.services.router.http.fill_in_middle import FORMATS, middle_format, middle_prompt

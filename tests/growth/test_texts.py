@@ -10,7 +10,8 @@ from pydantic import BaseModel, ValidationError
 from eyas.config import LimitsConfig
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies.base import MAX_OBJECTS, parse_body
-from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody, invalid_body
+from eyas.services.router.http.bodies.body_errors import invalid_body
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from eyas.text.chat_template import ChatTemplate
 from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import TextStream, load_tokenizer

@@ -29,10 +29,9 @@ from eyas.services.router.http.bodies.base import FieldPolicy, JsonRoute, field_
 from eyas.services.router.http.bodies.openai import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
 )
 from eyas.services.router.http.bodies.responses import ResponsesBody
+from eyas.services.router.http.bodies.tokenize import DetokenizeBody, TokenizeBody
 from eyas.services.router.http.endpoints import MAX_QUOTED_NAME, GenerationEndpoints
 from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.playground import add_playground, cluster_state

@@ -26,10 +26,9 @@ from eyas.services.router.http.bodies.openai import (
     DEFAULT_COMPLETION_TOKENS,
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
-    TokenizeBody,
 )
 from eyas.services.router.http.bodies.responses import ResponsesBody
+from eyas.services.router.http.bodies.tokenize import DetokenizeBody, TokenizeBody
 from eyas.services.router.http.errors import named_by
 from eyas.services.router.http.fill_in_middle import end_tokens, middle_format, middle_prompt
 from eyas.services.router.http.streaming import BlockResponse, EventStream, cancel_on_disconnect

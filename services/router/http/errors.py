@@ -25,7 +25,7 @@ from starlette.types import Scope
 
 from eyas.errors import EyasError, InvalidRequest, Overloaded, RateLimited, RequestFailed, Unauthenticated, Unavailable
 from eyas.rpc.status import UNAVAILABLE_RETRY_AFTER_S, status_of
-from eyas.services.router.http.bodies.openai import invalid_body
+from eyas.services.router.http.bodies.body_errors import invalid_body
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for its log
 MAX_QUOTED_PATH = 200

@@ -14,6 +14,7 @@ from pydantic import FailFast, Field, model_validator
 from eyas.api.validation import MAX_INT
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies.base import StrictModel, Text, Texts, one_or_list
+from eyas.services.router.http.bodies.converted_chats import chat_with
 from eyas.services.router.http.bodies.openai import ChatBody, SamplingBody
 
 _PARTS = {"text": ("text",), "tool_use": ("id", "name", "input"), "tool_result": ("tool_use_id",)}
@@ -149,7 +150,8 @@ class PromptBody(SamplingBody):
     def chat(self) -> ChatBody:
         """Return the chat that this body asks for; its events have usage. Raises InvalidRequest."""
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
-        return self.chat_with(
+        return chat_with(
+            self,
             messages=[*system, *(turn for message in self.messages for turn in _turns(message))],
             metadata=None,  # here it may hold more than texts
             chat_template_kwargs=(self.thinking.template_variables if self.thinking else {}) | self.chat_template_kwargs,

@@ -1,27 +1,24 @@
 """The request bodies of OpenAI's two endpoints. Types are checked here, ranges by `eyas.api.validation`.
 
 To add a sampling parameter, declare it in `Body` under its name in `SamplingParams`; `Body.call` passes it on.
-`bodies.py` decides about all other fields.
+`base.py` says how each other field is decided.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, model_validator
 
 from eyas.api.request import Request, SamplingParams, StructuredOutputs
 from eyas.api.validation import CONSTRAINTS, MAX_INT
 from eyas.errors import InvalidRequest
-from eyas.rpc.messages import GenerateCall, ModelInfo
+from eyas.rpc.messages import GenerateCall
 from eyas.services.router.http.bodies.base import (
-    MAX_NAME_LENGTH,
-    NEUTRAL,
     StrictModel,
     Text,
     Texts,
@@ -31,12 +28,10 @@ from eyas.services.router.http.bodies.base import (
     field_names,
 )
 from eyas.services.router.http.bodies.json_values import is_same
-from eyas.services.router.http.bodies.other_servers import RENAMED, RESHAPED, near_names, translated
-from eyas.services.router.http.bodies.tools import EarlierCall, FunctionDefinition, ToolFields
-from eyas.text.tokenizer import Tokenizer
+from eyas.services.router.http.bodies.other_servers import translated
+from eyas.services.router.http.bodies.tools import EarlierCall, ToolFields
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_GUESSES = 3  # what an unknown field may have meant
 # A token id as the name of a field; `int` would also read "1_0", " 7" and digits of other scripts.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 
@@ -207,14 +202,6 @@ class SamplingBody(UnusedFields):
     @classmethod
     def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
         return translated(data, field_names(cls))
-
-    def chat_with(self, **fields: Any) -> ChatBody:
-        """Return the chat that another API's body asks for, with usage in its events. Raises InvalidRequest.
-
-        fields: those that are not shared; None leaves one out.
-        """
-        shared = {name: getattr(self, name) for name in SamplingBody.model_fields if name in self.model_fields_set}
-        return chat_body(**{"stream_options": {"include_usage": True}} | shared | fields | {"stream": True})
 
 
 class Body(SamplingBody):
@@ -508,100 +495,6 @@ class ChatBody(RenderingFields, Body, ToolFields):
         if param == "structured_outputs" and not self._constraint and self.tools:
             return "tools"
         return names.get(param) or super().name_of(param)
-
-
-def chat_body(**fields: Any) -> ChatBody:
-    """Return the body of a chat that another API's body asks for. Raises InvalidRequest."""
-    try:
-        return ChatBody.model_validate(fields)
-    except ValidationError as error:
-        raise invalid_body(error.errors()) from None
-
-
-class TokenizeBody(RenderingFields):
-    """The body of /tokenize. add_special_tokens: by default true for a prompt, false for a chat, whose template has them."""
-
-    model: Text = ""
-    prompt: Text | None = None
-    messages: Annotated[list[Message], FailFast()] = Field(default_factory=list)
-    add_special_tokens: bool | None = None
-    return_token_strs: bool = False
-    add_generation_prompt: bool | None = None
-    tools: list[dict[str, Any]] | None = None
-
-    @classmethod
-    def translated(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Read llama.cpp's `content`, without special tokens unless `add_special` asks for them."""
-        if "content" in data and "prompt" not in data:
-            rest = {name: value for name, value in data.items() if name not in ("content", "add_special")}
-            data = {"add_special_tokens": data.get("add_special", False), **rest, "prompt": data["content"]}
-        return super().translated(data)
-
-    @model_validator(mode="after")
-    def _check_source(self) -> TokenizeBody:
-        if (self.prompt is None) == (not self.messages):
-            raise InvalidRequest("give either prompt or messages", "prompt")
-        return self
-
-    def chat(self) -> ChatBody:
-        """Return the chat of the messages. Raises InvalidRequest."""
-        return chat_body(**{name: getattr(self, name) for name in self.model_fields_set & set(ChatBody.model_fields)})
-
-    def response(self, token_ids: Sequence[int], info: ModelInfo, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the response. Meant for a thread: it may be long."""
-        names = [tokenizer.tokenizer.id_to_token(token) for token in token_ids] if self.return_token_strs else None
-        sizes = {"count": len(token_ids), "max_model_len": info.max_model_len}
-        return sizes | {"tokens": list(token_ids), "token_strs": names}
-
-
-class DetokenizeBody(StrictModel):
-    """The body of /detokenize."""
-
-    model: Text = ""
-    tokens: Annotated[list[int], FailFast()]
-
-    def response(self, info: ModelInfo, tokenizer: Tokenizer) -> dict[str, Any]:
-        """Return the response: the text with its special tokens. Meant for a thread. Raises InvalidRequest."""
-        if (outside := next((token for token in self.tokens if not 0 <= token < info.vocab_size), None)) is not None:
-            raise InvalidRequest(f"tokens holds id {outside}, outside the vocabulary [0, {info.vocab_size})", "tokens")
-        return {"prompt": tokenizer.decode(self.tokens, skip_special_tokens=False)}
-
-
-def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
-    """Turn pydantic's first error about a body into one that says what to change."""
-    error = errors[0]
-    location = [part for part in error["loc"] if part != "body"]
-    message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] in ("model_type", "dataclass_type"):
-        message = message.partition(" or instance of ")[0]  # of a class of ours
-    if error["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not JSON: {message}")
-    if not location:
-        return InvalidRequest("the body must be a JSON object, sent with the header 'Content-Type: application/json'")
-    param = _path(location)
-    if error["type"] == "missing":
-        return InvalidRequest(f"{param} is missing; give it", param)
-    if error["type"] == "extra_forbidden":
-        return InvalidRequest(_unknown_field(param, str(location[-1])), param)
-    return InvalidRequest(f"{param} is {reprlib.repr(error['input'])}: {message}", param)
-
-
-def _path(location: Sequence[int | str]) -> str:
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
-    return path[:MAX_NAME_LENGTH].encode(errors="replace").decode()
-
-
-def _unknown_field(param: str, name: str) -> str:
-    bodies: dict[str, type[StrictModel]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
-    if others := [path for path, body in bodies.items() if param in body.model_fields]:
-        return f"{param} is a field of {' and '.join(others)}, and not of this endpoint; leave it out or call another one"
-    if name in NEUTRAL:
-        return f"{param} is not supported; leave it out"
-    parts = (Message, EarlierCall, FunctionDefinition, StreamOptions, ResponseFormat, StructuredOutputsBody)
-    known = [one for model in (*bodies.values(), *parts) for one in field_names(model)]
-    similar = near_names(name, frozenset([*known, *RENAMED, *RESHAPED]) - {name})
-    guesses = " or ".join(similar[:MAX_GUESSES])
-    return f"{param} is not a known field; {f'did you mean {guesses}?' if guesses else 'leave it out'}"
 
 
 def _token_id(name: str) -> int:

@@ -11,6 +11,7 @@ from pydantic import FailFast, Field, model_validator
 
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies.base import StrictModel, Text, one_or_list
+from eyas.services.router.http.bodies.converted_chats import chat_with
 from eyas.services.router.http.bodies.openai import ChatBody, SamplingBody
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -145,7 +146,8 @@ class ResponsesBody(SamplingBody):
         """Return the chat that this body asks for. Raises InvalidRequest."""
         instructions = [{"role": "system", "content": self.instructions}] if self.instructions else []
         has_logprobs = _LOGPROBS in self.include
-        return self.chat_with(
+        return chat_with(
+            self,
             messages=[*instructions, *_messages(self.input)],
             max_tokens=self.max_output_tokens,
             chat_template_kwargs=self.chat_template_kwargs,

@@ -13,9 +13,11 @@ from eyas.api.request import StructuredOutputs
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies.anthropic import MessagesBody
 from eyas.services.router.http.bodies.base import FieldPolicy, parse_body
-from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, invalid_body
+from eyas.services.router.http.bodies.body_errors import invalid_body
+from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from eyas.services.router.http.bodies.other_servers import IGNORED, RENAMED, RESHAPED, near_names
 from eyas.services.router.http.bodies.responses import ResponsesBody
+from eyas.services.router.http.bodies.tokenize import DetokenizeBody, TokenizeBody
 from tests.support.services.http_router import CHAT, TOKENS, Script, http_router, worker
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
