@@ -11,15 +11,15 @@ from typing import Any
 
 import grpc
 
-from eyas.api.request import Request, SamplingParams
+from eyas.api.request import SamplingParams
 from eyas.api.validation import MAX_ENTRIES, check_prompt_length, check_request_id, check_sizes
 from eyas.config import TlsConfig
 from eyas.rpc import identity
 from eyas.rpc.convert import generate_call_from_proto, models_to_proto, text_chunk_to_proto
-from eyas.rpc.messages import GenerateCall
 from eyas.services.router.auth.keys import Access, ApiKeys
 from eyas.services.router.dispatch.generation import GenerationService, ReadyChunks
 from eyas.services.router.dispatch.upstream import LARGE_NUM_LOGPROBS
+from eyas.services.router.telemetry import Arrival
 from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
 from eyas.v1.generation_pb2_grpc import GenerationServicer
@@ -39,16 +39,15 @@ class RouterServicer(GenerationServicer):
         metadata = context.invocation_metadata() or ()
         access = self._keys.access(metadata)
         check_request_id(request.request_id)
-        trace, arrived_at = trace_pairs(metadata), time.perf_counter()
-        received = GenerateCall(Request(request.request_id, ()), trace=trace, arrived_at=arrived_at)
+        arrival = Arrival(request.request_id, trace_pairs(metadata), time.perf_counter())
 
-        with self._service.record_rejection(received):
+        with self._service.record_rejection(arrival):
             access.begin("generate")
             defaults = await self._check_sizes(request)
-            converted = replace(generate_call_from_proto(request, defaults), trace=trace, arrived_at=arrived_at)
+            converted = replace(generate_call_from_proto(request, defaults), trace=arrival.trace, arrived_at=arrival.at)
             call = await self._service.prepare(access.authorize(converted), access.caller(str(context.peer())))
         stream = partial(self._service.stream, [call], timeout_s=timeout_s)
-        chunks = access.meter(stream, [call], self._service.record_rejection(received))
+        chunks = access.meter(stream, [call], self._service.record_rejection(arrival))
         return chunks if access.quota is None else _with_trailers(chunks, access, context)
 
     async def _check_sizes(self, request: generation_pb2.GenerateRequest) -> dict[str, float]:

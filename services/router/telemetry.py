@@ -19,6 +19,7 @@ from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from eyas.api.outputs import TextChunk
+from eyas.api.request import Request
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Role
 from eyas.rpc.status import status_of
 from eyas.services.router.dispatch.routing import Pair
@@ -33,15 +34,36 @@ PROVIDER = "eyas"
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A client's request before it is read.
+
+    Attributes:
+        request_id: the client's, or a new one.
+        trace: W3C trace context of the caller.
+        at: when it arrived, by time.perf_counter(); 0 where it is not known.
+    """
+
+    request_id: str
+    trace: tuple[tuple[str, str], ...] = ()
+    at: float = 0.0
+
+
 @dataclass
 class RequestSpan:
-    """The span and the numbers of one request. operation: its name in the GenAI conventions."""
+    """The span and the numbers of one request.
 
-    call: GenerateCall
+    Attributes:
+        operation: its name in the GenAI conventions.
+        call: None of a request that was rejected before it became one.
+    """
+
+    arrival: Arrival
     span: Span
     log_context: LogContext
     operation: str
     started_at: float
+    call: GenerateCall | None = None
     model: str = ""
     first_token_at: float = 0.0
     num_first_tokens: int = 0
@@ -75,42 +97,58 @@ class RequestSpan:
         return self.operation, PROVIDER, self.model
 
     @property
+    def request_id(self) -> str:
+        """The id of the call, which may be one that the router gave it."""
+        return self.call.request.id if self.call else self.arrival.request_id
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The token ids of the prompt, as far as they are known."""
+        return self.call.request.prompt_ids if self.call else ()
+
+    @property
     def prompt(self) -> object:
         """The prompt's text, or its token ids if it has no text."""
-        return self.prompt_text if self.prompt_text is not None else list(self.call.request.prompt_ids)
+        return self.prompt_text if self.prompt_text is not None else list(self.prompt_ids)
 
     def set_attributes(self) -> None:
         """Set the span's attributes: the GenAI conventions', and the numbers of speculation."""
         if not self.span.is_recording():
             return
-        request, sampling = self.call.request, self.call.request.sampling
         totals = [last.totals for last in self.last_chunks if last.totals]
         stats = [total.stats for total in totals if total.stats]
         self.span.update_name(f"{self.operation} {self.model}".rstrip())
-        if request.session:
-            self.span.set_attribute("gen_ai.conversation.id", request.session)
-        if sampling.n > 1:  # the conventions leave out 1
-            self.span.set_attribute("gen_ai.request.choice.count", sampling.n)
+        if self.call:
+            self.span.set_attributes(_asked(self.call.request))
         self.span.set_attributes(
             {
                 "gen_ai.operation.name": self.operation,
                 "gen_ai.provider.name": PROVIDER,
                 "gen_ai.request.model": self.model,
-                "gen_ai.request.max_tokens": sampling.max_tokens,
-                "gen_ai.request.temperature": sampling.temperature,
-                "gen_ai.request.top_p": sampling.top_p,
-                "gen_ai.request.top_k": sampling.top_k,
-                "gen_ai.usage.input_tokens": len(request.prompt_ids),
+                "gen_ai.usage.input_tokens": len(self.prompt_ids),
                 "gen_ai.usage.output_tokens": self.num_output_tokens,
                 "gen_ai.usage.cache_read.input_tokens": sum(total.num_cached_tokens for total in totals),
                 "gen_ai.response.finish_reasons": [str(last.chunk.finish_reason) for last in self.last_chunks],
-                "eyas.request.id": request.id,
+                "eyas.request.id": self.request_id,
                 "eyas.verify_steps": sum(stat.num_verify_steps for stat in stats),
                 "eyas.accepted_tokens": sum(stat.num_accepted for stat in stats),
             }
         )
         if self.texts is not None:
             self.span.set_attributes({"eyas.prompt": str(self.prompt), "eyas.completion": "".join(self.texts)})
+
+
+def _asked(request: Request) -> Attributes:
+    """Return the attributes of a request's own settings."""
+    sampling = request.sampling
+    return {
+        "gen_ai.request.max_tokens": sampling.max_tokens,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.top_k": sampling.top_k,
+        **({"gen_ai.conversation.id": request.session} if request.session else {}),
+        **({"gen_ai.request.choice.count": sampling.n} if sampling.n > 1 else {}),  # the conventions leave out 1
+    }
 
 
 class RouterTelemetry:
@@ -151,12 +189,19 @@ class RouterTelemetry:
     @contextmanager
     def request(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[RequestSpan]:
         """Trace a request from its arrival to its end, in the trace of the call; an error of the body sets its status."""
+        with self.arrived(Arrival(call.request.id, call.trace, call.arrived_at), operation) as traced:
+            traced.call, traced.prompt_text = call, call.prompt_text
+            yield traced
+
+    @contextmanager
+    def arrived(self, arrival: Arrival, operation: str) -> Iterator[RequestSpan]:
+        """Trace a request that is no call yet, as `request` does."""
         now = time.perf_counter()
-        arrived_at = call.arrived_at or now
+        arrived_at = arrival.at or now
         arrived_ns = time.time_ns() - int((now - arrived_at) * 1e9)
-        span = self._tracer.start_span(operation, context_of(call.trace), SpanKind.SERVER, start_time=arrived_ns)
-        with request_log(call.request.id, span) as context:
-            traced = RequestSpan(call, span, context, operation, arrived_at, prompt_text=call.prompt_text)
+        span = self._tracer.start_span(operation, context_of(arrival.trace), SpanKind.SERVER, start_time=arrived_ns)
+        with request_log(arrival.request_id, span) as context:
+            traced = RequestSpan(arrival, span, context, operation, arrived_at)
             traced.texts = [] if self._telemetry.config.log_prompts else None
             status = grpc.StatusCode.INTERNAL
             self._running.inc()
@@ -212,7 +257,7 @@ class RouterTelemetry:
         self._first_token.labels(*traced.labels).observe(traced.first_token_at - traced.started_at, trace)
         if num_later_tokens := traced.num_output_tokens - traced.num_first_tokens:
             self._per_token.labels(*traced.labels).observe((now - traced.first_token_at) / num_later_tokens, trace)
-        self._usage.labels(*traced.labels, "input").observe(len(traced.call.request.prompt_ids))
+        self._usage.labels(*traced.labels, "input").observe(len(traced.prompt_ids))
         self._usage.labels(*traced.labels, "output").observe(traced.num_output_tokens)
         for stats in (last.totals.stats for last in traced.last_chunks if last.totals):
             if stats is not None and stats.num_drafted:
@@ -220,7 +265,7 @@ class RouterTelemetry:
 
     def _log(self, traced: RequestSpan, status: grpc.StatusCode, seconds: float) -> None:
         message = "request %s: %s, %d tokens in %.3f s"
-        values = [traced.call.request.id, status.name, traced.num_output_tokens, seconds]
+        values = [traced.request_id, status.name, traced.num_output_tokens, seconds]
         extra: dict[str, object] = {
             "status": status.name,
             "num_output": traced.num_output_tokens,

@@ -18,7 +18,7 @@ from eyas.rpc.messages import NO_DRAFTER, GenerateCall, Load, ModelInfo
 from eyas.services.discovery.redis_registry import Lease
 from eyas.services.draft.telemetry import DraftTelemetry
 from eyas.services.router.dispatch.routing import Pair
-from eyas.services.router.telemetry import RouterTelemetry
+from eyas.services.router.telemetry import Arrival, RouterTelemetry
 from tests.support.services.spans import TRACE, Spans
 
 FINISH_REASONS = "gen_ai.response.finish_reasons"
@@ -74,8 +74,9 @@ def test_attributes_are_of_the_conventions_or_of_eyas() -> None:
     spans = Spans()
     router, model = RouterTelemetry(spans.telemetry), ModelInfo("m", "f", 10, 10)
     verifier = Lease("verifier", "10.0.0.1:50051", "i", model)
-    with router.request(GenerateCall(REQUEST, model="m")) as observed:
-        call = observed.set_call(observed.call)
+    asked = GenerateCall(REQUEST, model="m")
+    with router.request(asked) as observed:
+        call = observed.set_call(asked)
         with router.upstream_request(call, Pair(verifier, replace(verifier, role="draft")), 0):
             pass
         with router.upstream_request(call, Pair(verifier), 1):
@@ -88,6 +89,16 @@ def test_attributes_are_of_the_conventions_or_of_eyas() -> None:
     assert names.isdisjoint({"gen_ai.conversation.id", "gen_ai.request.choice.count"})
     assert (found[1]["server.address"], found[1]["server.port"]) == ("10.0.0.1", 50051)
     assert ("eyas.drafter" in found[1], "eyas.drafter" in found[2]) == (True, False)
+
+
+def test_a_request_that_is_no_call_has_no_settings() -> None:
+    spans = Spans()
+    router = RouterTelemetry(spans.telemetry)
+    with pytest.raises(InvalidRequest), router.arrived(Arrival("r", TRACE), "chat"):
+        raise InvalidRequest("no")
+    attributes = spans.named("chat")[0].attributes or {}
+    assert attributes["eyas.request.id"] == "r"
+    assert not [name for name in attributes if name.startswith("gen_ai.request.") and name != "gen_ai.request.model"]
 
 
 def test_a_session_is_the_conversation_of_its_requests() -> None:

@@ -21,7 +21,7 @@ from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.client_threads import ClientThreads
 from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, no_verifier
 from eyas.services.router.dispatch.workers import WorkerPool
-from eyas.services.router.telemetry import RequestSpan, RouterTelemetry
+from eyas.services.router.telemetry import Arrival, RequestSpan, RouterTelemetry
 from eyas.text.content_text import ContentText
 from eyas.text.tokenizer import TextStream, Tokenizer
 
@@ -109,12 +109,12 @@ class GenerationService:
             task.cancel()
 
     @contextmanager
-    def record_rejection(self, call: GenerateCall, operation: str = "text_completion") -> Iterator[None]:
+    def record_rejection(self, arrival: Arrival, operation: str = "text_completion") -> Iterator[None]:
         """Record an EyasError of the body as the end of the request. operation: as in `stream`."""
         try:
             yield
         except EyasError:
-            with self._telemetry.request(call, operation):
+            with self._telemetry.arrived(arrival, operation):
                 raise
 
     async def prepare(self, call: GenerateCall, caller: str, is_rendered: bool = False) -> GenerateCall:

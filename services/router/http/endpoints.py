@@ -14,8 +14,6 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from eyas.api.outputs import TextChunk
-from eyas.api.request import Request as GenerationRequest
-from eyas.api.request import SamplingParams
 from eyas.api.validation import MAX_REQUEST_ID_LENGTH, check_prompt_length
 from eyas.errors import InvalidRequest
 from eyas.rpc.messages import GenerateCall, ModelInfo
@@ -37,6 +35,7 @@ from eyas.services.router.http.writers.anthropic import MessagesWriter
 from eyas.services.router.http.writers.json_blocks import LARGE_NUM_VALUES, json_blocks, num_values
 from eyas.services.router.http.writers.openai import ResponseWriter, StreamWriter, stream_events
 from eyas.services.router.http.writers.responses import ResponsesWriter
+from eyas.services.router.telemetry import Arrival
 from eyas.telemetry.logging import escaped
 from eyas.telemetry.tracing import trace_pairs
 from eyas.text.chat_parser import ChatFormat
@@ -80,8 +79,8 @@ class GenerationEndpoints:
     @until_disconnect
     async def complete(self, body: CompletionBody, request: Request) -> Response:
         """Respond to /v1/completions."""
-        received = _received_call("cmpl-", request, body.request_id)
-        with self.service.record_rejection(received):
+        arrival = _arrival("cmpl-", request, body.request_id)
+        with self.service.record_rejection(arrival):
             _check(body)
             info = await self.service.model(body.model)
             for prompt in body.prompt:
@@ -96,15 +95,15 @@ class GenerationEndpoints:
                 requested = [body.call(prompt, sampling) for prompt in body.prompt]
                 if body.suffix:
                     requested = await self._run(request, self._around, body, info, requested)
-            calls = await self._prepare(body, received, request, requested)
-            rejection = self.service.record_rejection(received)
+            calls = await self._prepare(body, arrival, request, requested)
+            rejection = self.service.record_rejection(arrival)
             chunks = request.state.access.meter(partial(self.service.stream, calls), calls, rejection)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
             tokenizer = self.service.tokenizers[info.name]
             echoes = await self._run(request, _echoes, body, tokenizer) if body.echo else []
             prompts = [call.request.prompt_ids for call in calls]
-            writer = ResponseWriter(body, received.request.id, info.name, tokenizer, prompts, echoes)
+            writer = ResponseWriter(body, arrival.request_id, info.name, tokenizer, prompts, echoes)
             writer.reserve(request.state.hold)
         return await self._respond(body, body.stream, request, writer, chunks)
 
@@ -164,15 +163,15 @@ class GenerationEndpoints:
             prefix: of the id.
             write: turns the writer of the chat into that of an API.
         """
-        received = _received_call(prefix, request, body.request_id)
-        with self.service.record_rejection(received, "chat"):
+        arrival = _arrival(prefix, request, body.request_id)
+        with self.service.record_rejection(arrival, "chat"):
             info = await self.service.model(body.model)
             requested = [await self._run(request, self._chat_call, body, info)]
-            calls = await self._prepare(body, received, request, requested)
-            rejection = self.service.record_rejection(received, "chat")
+            calls = await self._prepare(body, arrival, request, requested)
+            rejection = self.service.record_rejection(arrival, "chat")
             chunks = request.state.access.meter(partial(self.service.stream, calls, "chat"), calls, rejection)
             prompts = [call.request.prompt_ids for call in calls]
-            writer = ResponseWriter(body, received.request.id, info.name, self.service.tokenizers[info.name], prompts)
+            writer = ResponseWriter(body, arrival.request_id, info.name, self.service.tokenizers[info.name], prompts)
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
             writer.reserve(request.state.hold)
         return await self._respond(body, stream, request, write(writer), chunks)
@@ -250,16 +249,16 @@ class GenerationEndpoints:
         return ChatOutput(body, info.name, form, self.service.tokenizers[info.name], prompt)
 
     async def _prepare(
-        self, body: CompletionBody | ChatBody, received: GenerateCall, request: Request, calls: Sequence[GenerateCall]
+        self, body: CompletionBody | ChatBody, arrival: Arrival, request: Request, calls: Sequence[GenerateCall]
     ) -> list[GenerateCall]:
         """Check all calls of a request; return them with their token ids."""
         access: Access = request.state.access
         prepared, caller = list[GenerateCall](), request.state.caller
         with named_by(body.name_of):
             for number, call in enumerate(calls):
-                id_ = received.request.id if len(calls) == 1 else f"{received.request.id}-{number}"
+                id_ = arrival.request_id if len(calls) == 1 else f"{arrival.request_id}-{number}"
                 own = replace(call.request, id=id_)
-                call = replace(call, request=own, trace=received.trace, arrived_at=received.arrived_at)
+                call = replace(call, request=own, trace=arrival.trace, arrived_at=arrival.at)
                 prepared.append(await self.service.prepare(access.authorize(call), caller, not body.add_special_tokens))
                 await asyncio.sleep(0)  # between the prompts of a long list, other requests have their turn
         return prepared
@@ -269,16 +268,15 @@ def _json(answer: dict[str, Any], headers: dict[str, str] | None = None) -> Resp
     return BlockResponse(json_blocks(answer), headers, "application/json")
 
 
-def _received_call(prefix: str, request: Request, own_id: str = "") -> GenerateCall:
-    """Return the request id, the client's or a new one, and the trace of the headers. own_id: the body's request_id.
+def _arrival(prefix: str, request: Request, own_id: str = "") -> Arrival:
+    """Return what is known of a request without its body, but own_id, its request_id.
 
     The id is a header of the response too: only ASCII, and no space around it.
     """
     given = escaped(request.headers.get("x-request-id", "") or own_id).encode("ascii", "backslashreplace").decode()
     given = given[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH].strip()
     id_ = f"{prefix}{given or uuid.uuid4().hex}"
-    trace = trace_pairs(request.headers.items())
-    return GenerateCall(GenerationRequest(id_, (), SamplingParams()), trace=trace, arrived_at=request.state.arrived_at)
+    return Arrival(id_, trace_pairs(request.headers.items()), request.state.arrived_at)
 
 
 def _check(body: CompletionBody) -> None:
