@@ -16,6 +16,7 @@ import httpx
 import typer
 from rich.console import Console
 
+from eyas.callbacks import nothing
 from eyas.cli import options
 from eyas.errors import ConfigError, Unavailable
 from eyas.progress import Progress
@@ -98,7 +99,7 @@ def _server(console: Console, url: str, model: str, context: typer.Context) -> I
     A model is served in the body's time.
     """
     if url:
-        yield url.rstrip("/").removesuffix("/v1"), lambda: None
+        yield url.rstrip("/").removesuffix("/v1"), nothing
         return
     with running_cluster(plan_of_options(context), free_port()) as cluster:
         wait_until_ready(console, cluster)
@@ -263,7 +264,7 @@ async def answer_all(
     api_key: str,
     concurrency: int,
     console: Console,
-    tend: Callable[[], object] = lambda: None,
+    tend: Callable[[], object] = nothing,
 ) -> BatchCounts:
     """Send the requests that are left, `concurrency` at once, and write each response as it comes.
 

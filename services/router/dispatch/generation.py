@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from eyas.api.outputs import TextChunk, TextDecoder
 from eyas.api.request import Chunk, SamplingParams
 from eyas.api.validation import check_request
+from eyas.callbacks import nothing
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.client_threads import ClientThreads
@@ -166,7 +167,7 @@ class GenerationService:
         calls: Sequence[GenerateCall],
         operation: str = "text_completion",
         timeout_s: float | None = None,
-        count: Callable[[int], object] = bool,
+        count: Callable[[int], object] = nothing,
     ) -> ReadyChunks:
         """Return the chunks of all completions of a body's calls, as they come; closing it early cancels them.
 

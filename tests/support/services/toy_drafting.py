@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor
 
+from eyas.callbacks import nothing
 from eyas.config import DraftQueueConfig, ServerConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
@@ -49,7 +50,7 @@ class ToyDrafter(LocalDrafter):
     needs = DrafterNeeds(features=True)
 
     def __init__(
-        self, before: Callable[[], object] = bool, spoil: Callable[[DraftTree], DraftTree] = lambda tree: tree
+        self, before: Callable[[], object] = nothing, spoil: Callable[[DraftTree], DraftTree] = lambda tree: tree
     ) -> None:
         self.sessions: dict[str, list[int]] = {}
         self._before = before
