@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 from eyas.config.checks import WHITESPACE_PATTERN_RULE, at_least, is_whitespace_pattern, one_of, require
 
@@ -11,6 +12,8 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AcceptanceRule = Literal["match", "rejection"]
 # The quantization that rounds plain weights as they are loaded.
 INT8: Final = "int8"
+# Metadata of settings that decide which tokens a request gets: a verifier that continues it must have the same.
+DECIDES_OUTPUTS = MappingProxyType({"decides_outputs": True})
 # "never", because YAML reads "off" as false.
 HeadValidation = Literal["auto", "never"]
 DraftBudgetPolicy = Literal["auto", "fixed", "adaptive"]
@@ -57,24 +60,34 @@ class EngineConfig:
 
     max_kv_tokens: int = 0
     gpu_memory_utilization: float = 0.85
-    kv_cache_dtype: KVCacheDtype = "auto"
+    kv_cache_dtype: KVCacheDtype = field(default="auto", metadata=DECIDES_OUTPUTS)
     max_num_seqs: int = 32
     max_queued_requests: int = 1024
     max_prefill_tokens: int = 512
     max_verify_tokens: int = 1024
     max_model_len: int = 0
-    deterministic: bool = False
+    deterministic: bool = field(default=False, metadata=DECIDES_OUTPUTS)
     cuda_graphs: bool = True
-    acceptance: AcceptanceRule = "match"
+    acceptance: AcceptanceRule = field(default="match", metadata=DECIDES_OUTPUTS)
     draft_budget: DraftBudgetPolicy = "auto"
     prefix_cache: bool = True
     session_cache_ttl_s: float = 300.0
     priority_aging_s: float = 10.0
     emulated_device: str = ""
-    tensor_parallel_size: int = 1
-    quantization: str = ""
-    json_whitespace_pattern: str = r"(\r?\n[ \t]{0,20})? ?"
+    tensor_parallel_size: int = field(default=1, metadata=DECIDES_OUTPUTS)
+    quantization: str = field(default="", metadata=DECIDES_OUTPUTS)
+    json_whitespace_pattern: str = field(default=r"(\r?\n[ \t]{0,20})? ?", metadata=DECIDES_OUTPUTS)
     layer_threads: int = 1
+
+    @property
+    def output_settings(self) -> dict[str, Any]:
+        """The settings that decide outputs, by name. What means the same has one value."""
+        found = {own.name: getattr(self, own.name) for own in fields(self) if own.metadata == DECIDES_OUTPUTS}
+        if self.kv_cache_dtype == "fp8":
+            found["kv_cache_dtype"] = "fp8_e4m3"
+        if self.quantization != INT8:
+            found["quantization"] = ""  # others name what the checkpoint is
+        return found
 
     def __post_init__(self) -> None:
         one_of(AcceptanceRule, acceptance=self.acceptance)

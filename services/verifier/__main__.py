@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import logging
 import os
 import signal
@@ -18,8 +19,7 @@ from functools import partial
 
 import torch
 
-from eyas.cache.kv_cache import KV_CACHE_DTYPES
-from eyas.config import DraftingConfig, EngineConfig, VerifierConfig
+from eyas.config import DraftingConfig, VerifierConfig
 from eyas.config.engine import INT8
 from eyas.device.placement import runs_compiled, use_threads
 from eyas.device.processor import adds_products_of_bytes
@@ -146,22 +146,18 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
     resolved.
 
     Other devices, compiled kernels of the CPU and other numbers of ranks take sums in another order, which decides between
-    tokens that are nearly equal. One CUDA device adds nothing to the digest: older verifiers left all three out.
+    tokens that are nearly equal.
     """
     engine, device = config.engine, config.device.partition(":")[0]
-    pattern = engine.json_whitespace_pattern
-    passes = pass_dtype(config.model, config.dtype, config.device, engine)
-    kernels = ["compiled products"] if runs_compiled(torch.device(device)) else []
-    parts: tuple[object, ...] = (
-        *(config.dtype, KV_CACHE_DTYPES.get(engine.kv_cache_dtype), engine.acceptance, engine.deterministic),
-        *([] if device == "cuda" else [device, *kernels]),
-        *([] if passes == config.dtype else [f"passes in {passes}"]),
-        *([] if engine.quantization != INT8 else [INT8]),
-        *(["rows in 8 bits"] if engine.quantization == INT8 and adds_products_of_bytes() else []),
-        *([] if engine.tensor_parallel_size == 1 else [f"{engine.tensor_parallel_size} ranks"]),
-        *([] if pattern == EngineConfig.json_whitespace_pattern else [f"JSON whitespace {pattern!r}"]),
-    )
-    return hashlib.sha256(f"{target.target_fingerprint} {parts}".encode()).hexdigest()[:32]
+    parts = {
+        "target": target.target_fingerprint,
+        "dtypes": [config.dtype, pass_dtype(config.model, config.dtype, config.device, engine)],
+        "device": device,
+        "has compiled products": runs_compiled(torch.device(device)),
+        "has rows in 8 bits": engine.quantization == INT8 and adds_products_of_bytes(),
+        "engine": engine.output_settings,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def load_engine(

@@ -8,7 +8,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import grpc
@@ -118,19 +118,39 @@ async def test_chunks_carry_the_seed_first_and_the_totals_last() -> None:
         assert (code, "dtype" in details) == (grpc.StatusCode.UNAVAILABLE, True)
 
 
+# Another value of each setting of an engine, and the settings that decide which tokens it gives.
+OTHER_VALUES: dict[str, Any] = {
+    "max_kv_tokens": 99, "gpu_memory_utilization": 0.5, "kv_cache_dtype": "fp8", "max_num_seqs": 1,
+    "max_queued_requests": 1, "max_prefill_tokens": 7, "max_verify_tokens": 7, "max_model_len": 99, "deterministic": True,
+    "cuda_graphs": False, "acceptance": "rejection", "draft_budget": "fixed", "prefix_cache": False,
+    "session_cache_ttl_s": 1.0, "priority_aging_s": 1.0, "emulated_device": "llama-3.1-8b@h100", "tensor_parallel_size": 2,
+    "quantization": "int8", "json_whitespace_pattern": "", "layer_threads": 2,
+}  # fmt: skip
+DECIDING = {
+    "kv_cache_dtype", "deterministic", "acceptance", "tensor_parallel_size", "quantization", "json_whitespace_pattern"
+}  # fmt: skip
+
+
+def test_every_setting_of_an_engine_is_decided() -> None:
+    assert OTHER_VALUES.keys() == {field.name for field in fields(EngineConfig)}
+
+
+def test_two_names_of_a_type_have_one_pin() -> None:
+    config = VerifierConfig("m", "m", dtype="float32", device="cuda")
+    target = TargetInfo("digest", "none")
+    engines = [EngineConfig(kv_cache_dtype=name) for name in ("fp8", "fp8_e4m3", "fp8_e5m2")]  # type: ignore[arg-type]
+    pins = [outputs_fingerprint(replace(config, engine=engine), target) for engine in engines]
+    assert pins[0] == pins[1] != pins[2]
+
+
 @pytest.mark.parametrize(
     ("other", "same"),
     [
         ({"dtype": "bfloat16"}, False),
-        ({"engine": EngineConfig(kv_cache_dtype="fp8")}, False),
-        ({"engine": EngineConfig(acceptance="rejection")}, False),
-        ({"engine": EngineConfig(deterministic=True)}, False),
-        ({"engine": EngineConfig(tensor_parallel_size=2)}, False),
-        ({"engine": EngineConfig(json_whitespace_pattern="")}, False),
-        ({"engine": EngineConfig(quantization="int8")}, False),
         ({"device": "cpu"}, False),
         ({"device": "cuda:1"}, True),
-        ({"engine": EngineConfig(max_num_seqs=1, layer_threads=2)}, True),
+        *(({"engine": EngineConfig(**{name: value})}, name not in DECIDING) for name, value in OTHER_VALUES.items()),
+        ({"engine": EngineConfig(quantization="fp8")}, True),
     ],
 )
 def test_settings_that_change_tokens_change_the_pin(other: dict[str, Any], same: bool) -> None:
@@ -145,11 +165,6 @@ def test_compiled_kernels_have_another_pin(monkeypatch: pytest.MonkeyPatch) -> N
     with_kernels = outputs_fingerprint(config, target)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert outputs_fingerprint(config, target) != with_kernels
-
-
-def test_a_pin_of_one_gpu_is_that_of_older_verifiers() -> None:
-    config = VerifierConfig("m", "m", dtype="float32", device="cuda")
-    assert outputs_fingerprint(config, TargetInfo("digest", "none")) == "0976319a7e4826ee062dd831d78114ef"
 
 
 async def test_bad_requests_get_a_status_with_a_reason() -> None:
