@@ -13,6 +13,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import REGISTRY
 from starlette.middleware.cors import CORSMiddleware
 
@@ -24,14 +25,7 @@ from eyas.services.router.auth.keys import Access, ApiKeys
 from eyas.services.router.auth.middleware import Authenticator
 from eyas.services.router.dispatch.generation import GenerationService
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
-from eyas.services.router.http.bodies.anthropic import MessagesBody
-from eyas.services.router.http.bodies.base import FieldPolicy, JsonRoute, field_names
-from eyas.services.router.http.bodies.openai import (
-    ChatBody,
-    CompletionBody,
-)
-from eyas.services.router.http.bodies.responses import ResponsesBody
-from eyas.services.router.http.bodies.tokenize import DetokenizeBody, TokenizeBody
+from eyas.services.router.http.bodies.base import FieldPolicy, JsonRoute, body_model, field_names
 from eyas.services.router.http.endpoints import MAX_QUOTED_NAME, GenerationEndpoints
 from eyas.services.router.http.errors import add_error_handlers
 from eyas.services.router.http.playground import add_playground, cluster_state
@@ -41,9 +35,6 @@ from eyas.telemetry.exporters import exposition
 from eyas.text.chat_template import ChatTemplate
 
 ANY_PORT = ":*"
-ENDPOINT_FIELDS = frozenset[str]().union(
-    *map(field_names, (CompletionBody, ChatBody, ResponsesBody, MessagesBody, TokenizeBody, DetokenizeBody))
-)
 DOCS_PAGE = Path(__file__).with_name("docs.html")
 RATE_LIMIT_HEADERS = [f"{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")]
 
@@ -69,7 +60,6 @@ def build_app(
     app = FastAPI(title="Eyas", version=__version__, openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.router.route_class = JsonRoute
     app.state.max_request_values = admission.limits.max_request_values
-    app.state.field_policy = FieldPolicy(config.unknown_fields, ENDPOINT_FIELDS)
     app.state.service = service
     app.add_middleware(HeadAsGet)
     app.add_middleware(BodyLimit, admission=admission)
@@ -101,7 +91,13 @@ def build_app(
         add_playground(app)
     if config.operations_port is None:
         _add_operations_routes(app, readiness, app)
+    app.state.field_policy = FieldPolicy(config.unknown_fields, _fields_of_bodies(app))
     return app
+
+
+def _fields_of_bodies(app: FastAPI) -> frozenset[str]:
+    models = [body_model(route) for route in app.routes if isinstance(route, APIRoute)]
+    return frozenset[str]().union(*(field_names(model) for model in models if model is not None))
 
 
 def build_operations_app(readiness: ReadinessMonitor, api: FastAPI) -> FastAPI:

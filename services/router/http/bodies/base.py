@@ -241,6 +241,12 @@ def field_names(model: type[BaseModel]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in model.model_fields.items())
 
 
+def body_model(route: APIRoute) -> type[BaseModel] | None:
+    """Return the model of the body that a route takes; None if it takes none."""
+    found: type[BaseModel] | None = get_type_hints(route.endpoint).get("body")
+    return found
+
+
 class JsonRoute(APIRoute):
     """A route whose JSON body is parsed and validated before FastAPI gets it, in a thread if it is long.
 
@@ -250,7 +256,7 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return the handler of a request."""
-        handler, model = super().get_route_handler(), get_type_hints(self.endpoint).get("body")
+        handler, model = super().get_route_handler(), body_model(self)
         if model is None:
             return handler
 
