@@ -1,7 +1,7 @@
 """The formats of tool calls, by vLLM's names of parsers: how each is read, marked, and seen in a chat template.
 
 To add a format, give it an entry in TOOL_CALL_FORMATS, with a reader in `tool_calls` if none fits; its name in
-`ToolParserName`; and the output that a forced call must match in `services/router/http/tool_constraints.py`.
+`ToolParserName`; and the output that a forced call must match in `services/router/http/tool_tags.py`.
 """
 
 from __future__ import annotations

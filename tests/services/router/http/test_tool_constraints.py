@@ -3,16 +3,18 @@
 import json
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from eyas.api.request import ReasoningBudget, StructuredOutputs
+from eyas.config.router import ToolParserName
 from eyas.errors import InvalidRequest
 from eyas.grammar.compiler import GrammarCompiler
 from eyas.services.router.http.bodies.tools import ToolFields
 from eyas.services.router.http.tool_constraints import ChatOutput
+from eyas.services.router.http.tool_tags import TAG_WRITERS
 from eyas.text.chat_message import joined
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
@@ -466,3 +468,7 @@ def test_a_budget_is_kept_where_the_marks_are_tokens(special_tokenizer: Path, ca
     ]
     ids = tokenizer_of(special_tokenizer).tokenizer.token_to_id
     assert budget(special_tokenizer) == ReasoningBudget(3, (ids("</think>"),), (ids("<think>"),), is_open=False)
+
+
+def test_every_name_of_a_tool_parser_has_a_writer() -> None:
+    assert set(TAG_WRITERS) == set(get_args(ToolParserName))
