@@ -179,7 +179,8 @@ def _of_reasoning(value: Any, known: Collection[str]) -> Settings:
     for key, target in (("effort", "reasoning_effort"), ("max_tokens", "thinking_token_budget")):
         if settings.get(key) is not None and target in known:
             yield target, settings[key]
-    if settings.get("exclude") and "include_reasoning" in known:
+    excludes = settings.get("exclude")
+    if excludes is not None and _flag("reasoning.exclude", excludes) and "include_reasoning" in known:
         yield "include_reasoning", False
     if settings.get("enabled") is not None:
         yield from _thinks(_flag("reasoning.enabled", settings["enabled"]), known)

@@ -161,7 +161,9 @@ def test_wrong_values_of_other_names_are_refused(given: dict[str, Any], reason: 
         parse_body(json.dumps({"prompt": "a"} | given).encode(), CompletionBody, 1000).sampling({}, 16)
 
 
-@pytest.mark.parametrize("field", [{"reasoning": 3}, {"thinking": {"type": "x"}}, {"think": 3}])
+@pytest.mark.parametrize(
+    "field", [{"reasoning": 3}, {"reasoning": {"exclude": "false"}}, {"thinking": {"type": "x"}}, {"think": 3}]
+)
 def test_wrong_settings_of_reasoning_are_refused(field: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match=next(iter(field))):
         ChatBody.model_validate({"messages": MESSAGES} | field)
