@@ -116,7 +116,7 @@ def train(model: str, work: Path, minutes: float, text: Sequence[Path]) -> Path:
     settings = (f"model={model}", f"data.path={data}", *RECIPE)
     timing, num_timed = work / "timing", 1 + TIMED_STEPS
     if num_timed not in step_seconds(timing / "log.jsonl"):
-        timed = (*settings, f"out={timing}", f"optimizer.max_steps={num_timed}", "eval.num_prompts=0")
+        timed = (*settings, f"out={timing}", f"optimizer.max_steps={num_timed}", "start=random", "eval.num_prompts=0")
         run_eyas("train", "run", settings=timed)
     steps = steps_within(timing / "log.jsonl", minutes)
     print(f"training for {steps} steps, about {minutes:g} minutes with the evaluations", flush=True)
