@@ -139,7 +139,8 @@ async def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) 
 
 async def test_a_step_that_fails_spares_the_requests_that_wait(target: TargetModel) -> None:
     engine = engine_of(target, max_num_seqs=1)
-    step, is_broken = engine.step, iter([False, True])
+    step = engine.step
+    is_broken = iter([False, True])
 
     def failing(meanwhile: Callable[[], None]) -> list[Chunk]:
         if next(is_broken, False):

@@ -52,7 +52,8 @@ class Apart(LocalDrafter):
 
 def seconds(is_ahead: bool) -> tuple[float, float]:
     """Virtual seconds of a greedy answer of 48 tokens, and the share of its trees that were ready."""
-    clock, (target, path) = VirtualClock(), (str(DEMO / name) for name in ("target", "eagle3-full"))
+    clock = VirtualClock()
+    target, path = (str(DEMO / name) for name in ("target", "eagle3-full"))
     head = DraftHead(path, "eagle3")
     drafting = DraftingConfig(4096, emulated_device="1ms")
     eagle = EagleDrafter(load_head(path, target), TREE, drafting, num_grown_slots=NUM_GROWN_SLOTS)
