@@ -16,6 +16,7 @@ from eyas.bench.settings import MethodSpec, MethodsSettings, load_tasks
 from eyas.bench.timing import Contender, EngineContender, GenerateContender, Seconds, run_in_turn
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.config.checks import require
+from eyas.config.engine import INT8
 from eyas.device.placement import use_threads
 from eyas.drafters.base import NO_WORK, DraftWork
 from eyas.drafters.draft_head import DraftHead
@@ -168,7 +169,8 @@ def _contender(
         head = DraftHead(spec.draft_model, spec.name, model)
         fuser = head.build_fuser(model, dtype, device)
         one = DraftingConfig(cuda_graph_max_batch=1)  # more graphs would take long to capture
-        drafter = head.build_drafter(model, dtype, device, tree, one)
+        drafting = head.resolve_drafting(one, model, dtype, device, settings.quantization == INT8)
+        drafter = head.build_drafter(model, dtype, device, tree, drafting)
         tree = head.resolve_tree(tree)
     own_target = target.with_features(fuser.aux_hidden_state_layers if fuser else ())
     budget = settings.draft_budget

@@ -142,16 +142,17 @@ class DraftingConfig:
         kv_cache_memory: size of the draft KV cache instead, such as 512MiB or 2GiB.
         shared_noise: above temperature 0, rank children with the target's own Gumbel noise, which raises acceptance.
         ranking_temperature: temperature of the ranking by draft logits: lower values trust the best children more, and make
-            trees deeper. 0 takes 0.6; for requests above temperature 0.8 0.8, above 0 without shared noise 1. 1 ranks by
-            draft probabilities, at temperature 0 as EAGLE-2 does.
+            trees deeper. 0 takes 0.6 for requests up to temperature 0.8 and 0.8 above it; without shared noise it takes 1
+            for every request above temperature 0. 1 ranks by draft probabilities, at temperature 0 as EAGLE-2 does.
         proposal_top_k: likeliest tokens from which a sampled proposal draws.
         cuda_graphs: capture tree growth as CUDA graphs.
         cuda_graph_max_batch: most sessions whose trees grow together, in one captured graph.
         max_head_steps: most tree levels that the head grows; a combined method's other drafter may go deeper. 0 takes
             tree.num_steps.
         quantization: "fp8" rounds the weights of a draft head's linear layers to 8 bits at load, with a scale for each
-            output; "int8" does so on a CPU, with a scale for each 16 inputs. "none" keeps them. Empty is "int8" on a CPU
-            next to a target from a GGUF file, or in `LLM` with `engine.quantization` "int8", else "none".
+            output; "int8" does so on a CPU, with a scale for each 16 inputs. "none" keeps them. Empty is "int8" where the
+            compiled CPU kernels run (numba, one thread of torch, AVX2 and FMA, passes in float32) and the target is from a
+            GGUF file, or in `LLM` has `engine.quantization` "int8"; else "none".
         emulated_device: cost table of a device to emulate on the CPU, as `engine.emulated_device`.
         draft_ahead: drafting between two commits. Only draft services do it.
     """

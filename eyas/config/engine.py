@@ -82,7 +82,7 @@ class EngineConfig:
     @property
     def output_settings(self) -> dict[str, Any]:
         """The settings that decide outputs, by name. What means the same has one value."""
-        found = {own.name: getattr(self, own.name) for own in fields(self) if own.metadata == DECIDES_OUTPUTS}
+        found = {own.name: getattr(self, own.name) for own in fields(self) if own.metadata.get("decides_outputs")}
         if self.kv_cache_dtype == "fp8":
             found["kv_cache_dtype"] = "fp8_e4m3"
         if self.quantization != INT8:

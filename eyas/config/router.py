@@ -136,7 +136,7 @@ class TlsConfig:
 
 @dataclass(frozen=True)
 class LimitsConfig:
-    """Most of what clients of the router may hold and take. Both servers keep these limits.
+    """Upper limits of what clients of the router may hold and take. Both servers keep them.
 
     Attributes:
         max_request_bytes: size of an HTTP body or gRPC message.

@@ -268,8 +268,8 @@ class VerifierConfig(WorkerConfig):
         draft_model: folder or hub id of the draft head, which fuses the features that the verifier sends.
         method: drafting method that needs these features, such as "eagle3". Empty takes the one that draft_model is for, and
             "none", which accepts no drafts, without one. With any other method, drafters that need no features work too.
-        draft_placement: "auto" runs lookups, which need no model, in the verifier. "service" takes their drafts from draft
-            services too, as those of other methods always are.
+        draft_placement: "auto" runs lookups, which need no model, in the verifier. "service" takes their drafts from
+            draft services too, which other methods always use.
         methods: settings of the lookups that run in the verifier.
         validate_head: "auto" tests at startup that the head's guesses are better than chance, and rejects it otherwise.
         dtype: of the weights. "auto" takes the checkpoint's own on CUDA, and float32 on a CPU, which multiplies weights of

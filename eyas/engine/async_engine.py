@@ -2,7 +2,7 @@
 
 Submissions and cancellations wait in an inbox and are applied between steps; the thread sleeps while there is no work.
 The chunks of a step reach the event loop in one call, while a draft service works or the device runs the next pass. A step
-that raises fails only the requests that run then.
+that raises fails all requests but those that wait in the queue.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class AsyncEngine:
             self._send()
             if not self._live:
                 raise
-            failed = self._live.intersection(self._engine.running) or self._live
+            failed = self._live - self._engine.waiting or self._live  # some may have ended within the step
             self._live = self._live - failed
             names = ", ".join(itertools.islice(sorted(failed), MAX_NAMED))
             message = "a step failed, and with it %d requests: %s"

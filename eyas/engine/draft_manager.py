@@ -164,7 +164,7 @@ class DraftManager:
             )
             contexts.append(context)
             if lookups_alone:
-                self._lacking.setdefault(name, start)
+                self._lacking[name] = min(self._lacking.get(name, start), start)
         self._pending = drafter.request(contexts)  # if it raises, nothing is pending
         self._contexts, self._requested = contexts, requested
 

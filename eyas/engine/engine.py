@@ -13,6 +13,7 @@ import torch
 
 from eyas.api.request import Chunk, Request
 from eyas.api.validation import check_engine_request, check_request
+from eyas.callbacks import nothing
 from eyas.config import EngineConfig
 from eyas.device.memory import out_of_memory_text
 from eyas.engine.budget.base import DraftBudget, FixedDraftBudget, NextStep, StepTimes
@@ -26,7 +27,7 @@ from eyas.kernels.choice import tree_kernels
 from eyas.models.target import TargetModel
 from eyas.sampling.acceptance import Details, DrawnRows, StepOutputs
 from eyas.sampling.logit_rules import LogitRules, TokenMasks
-from eyas.sampling.verify import nothing, verify
+from eyas.sampling.verify import verify
 
 FOR_STEP = (
     "lower engine.gpu_memory_utilization or engine.max_kv_tokens, or engine.max_num_seqs, engine.max_verify_tokens or "
@@ -258,9 +259,9 @@ class Engine:
         return bool(self.scheduler.sequences)
 
     @property
-    def running(self) -> set[str]:
-        """Return the requests that run, which do not wait in the queue."""
-        return {sequence.request.id for sequence in self.scheduler.running}
+    def waiting(self) -> set[str]:
+        """Return the requests that wait in the queue, whom no step has touched."""
+        return {sequence.request.id for sequence in self.scheduler.waiting}
 
     @property
     def can_overlap(self) -> bool:

@@ -1,7 +1,7 @@
 """Tries new grammars in child processes, which may die of them, before the process of an engine compiles them.
 
 A grammar of a stranger can overflow a stack or take all memory, which ends a process whatever language guards it. Decision
-0043 has the bounds, and why a grammar that leaves a child alive leaves its parent alive too.
+0031 has the bounds, and why a grammar that leaves a child alive leaves its parent alive too.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class GrammarTrials:
         except (OSError, EOFError):
             _close([child])
             reason = f"the process that tries new grammars does not start (exit code {child.process.returncode})"
-            raise Unavailable(f"{reason}; see docs/troubleshooting.md") from None
+            raise Unavailable(f"{reason}: raise the limits of memory and processes (`ulimit -v`, `ulimit -u`)") from None
         return child
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from eyas.arrays import Ints
+from eyas.callbacks import nothing
 from eyas.device.transfer import download
 from eyas.kernels.arguments import Draws
 from eyas.kernels.by_device import sample
@@ -21,10 +22,6 @@ from eyas.sampling.sharded import MAX_CANDIDATES
 
 UNUSABLE_LOGITS = "the target gave logits that are not numbers; its weights or dtype do not work here"
 NO_SAMPLES: Ints = np.zeros(0, np.int64)
-
-
-def nothing() -> None:
-    """Do nothing meanwhile, the default."""
 
 
 def verify(

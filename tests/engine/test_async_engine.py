@@ -154,6 +154,21 @@ async def test_a_step_that_fails_spares_the_requests_that_wait(target: TargetMod
     assert second[-1].finish_reason == "length"
 
 
+async def test_a_step_that_fails_ends_the_requests_that_end_within_it(target: TargetModel) -> None:
+    engine = engine_of(target)
+    requested = engine.budget.choose
+
+    def failing(names: Sequence[str], *step: Any) -> Any:
+        if not engine.scheduler.sequences:
+            raise ZeroDivisionError("after the last request has ended")
+        return requested(names, *step)
+
+    engine.budget.choose = failing  # type: ignore[method-assign]
+    async with running(engine) as loop:
+        chunks = await collect(loop, request_of("a"))
+    assert chunks[-1].finish_reason == "error"
+
+
 async def test_a_step_that_fails_fails_its_requests_and_no_later_one(
     target: TargetModel, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -48,8 +48,8 @@ class AdaptiveDraftBudget:
     While there is none, a few sequences try the largest trees. Once trees have lost more than a few plain steps, whatever
     was expected, there are none either. After what has lost time plain steps follow, twice as many after each loss in a row.
     They are also enough for what trees have lost, beyond what they had gained before, to be about TRY_SHARE of the time.
-    Catching up with what the drafter lacks counts there too. A step begins to draft for as many sequences as that takes a
-    plain step for. Nodes of trees that came compete by their own scores.
+    Catching up with what the drafter lacks counts there too; while trees pay, a plain step's time goes to it in each step.
+    Nodes of trees that came compete by their own scores.
 
     Args:
         tree: the largest one.
@@ -100,6 +100,7 @@ class AdaptiveDraftBudget:
         self._is_usual = self._prunes = True
         self._late: dict[str, float] = {}  # seconds to catch up with each sequence
         self._late_s = 0.0  # with those that draft in the next step
+        self._saved_s = 0.0  # for catching up, by steps that had no use for it
         self._trying: list[str] = []
         self._drafted: dict[int, DraftTree] = {}  # whole trees, by id of what is left of them
 
@@ -149,8 +150,7 @@ class AdaptiveDraftBudget:
             self._stop(count)
         if self._pause:
             return {}
-        quick = self._quick(decoding, choice.plain_s) if self._late else decoding
-        sizes = dict.fromkeys(quick, choice.size) if choice.size.max_depth else {}
+        sizes = dict.fromkeys(self._ready(decoding), choice.size) if choice.size.max_depth else {}
         interval = self.EXPLORE_STEPS if self._recent.known_size >= self._most else self.UNKNOWN_STEPS
         if not self.is_on or (sizes and choice.size != self._full and self._num_drafted % interval == 0):
             sizes |= dict.fromkeys(self._few(list(sizes) or decoding), self._full)
@@ -197,6 +197,27 @@ class AdaptiveDraftBudget:
             most_s -= float(self._draft.at(count, *self._full))
             self._trying = (self._quick(others, most_s) if self._late else others)[:count]
         return self._trying
+
+    def _ready(self, decoding: Seq[str]) -> Seq[str]:
+        """Return the sequences that draft while trees pay: those that lack nothing, and in turn the others.
+
+        Catching up with them takes a plain step's time in each step on average: one that takes longer waits until enough
+        steps have saved for it, and the ones after it wait too.
+        """
+        if not self._late:
+            return decoding
+        plain_s, found, is_next = self._choice.plain_s, list[str](), True
+        self._saved_s = min(self._saved_s + plain_s, max(plain_s, *self._late.values()))
+        for name in decoding:
+            late_s = self._late[name]
+            is_next = is_next and late_s <= self._saved_s
+            if not late_s or is_next:
+                found.append(name)
+                self._saved_s -= late_s
+        if not found:
+            found.append(decoding[0])
+            self._saved_s -= self._late[decoding[0]]
+        return found
 
     def _quick(self, decoding: Seq[str], most_s: float) -> list[str]:
         """Return the first sequences that the drafter catches up with in `most_s` together; at least the quickest one."""
@@ -250,7 +271,7 @@ class AdaptiveDraftBudget:
             return
         expected_s = float(self._draft.at(len(requested), *max(requested)))
         wait_s = max(times.wait - self._late_s, 0.0)
-        if self._is_usual and min(requested) == max(requested):
+        if self._is_usual and not self._late_s and min(requested) == max(requested):
             self._draft.observe(len(requested), max(requested), wait_s)
         self._observe_trees(batch, outputs)
         most_s = expected_s or np.inf  # a longer wait shows a pause of the machine, or catches up with what drafts later

@@ -32,7 +32,7 @@ class NextStep(NamedTuple):
         num_prefilling: sequences inside their prompts.
         num_prompt_rows: that the step computes of these.
         num_context_tokens: cached tokens that its rows attend to, of all sequences together.
-        missing: tokens that the drafter lacks of each sequence that can have a tree; empty if none has to catch up.
+        missing: tokens that the drafter lacks of each sequence that can have a tree; empty where that does not matter.
     """
 
     num_prefilling: int = 0

@@ -173,22 +173,21 @@ def measure_drafting(
             yield partial(round_of, num_trees, epoch, start, num_tokens)
             start, num_tokens = start + num_tokens, 2
 
-    def late_rounds() -> Iterator[Callable[[], object]]:
+    def first_rounds(num_tokens: int) -> Iterator[Callable[[], object]]:
         while True:
-            yield partial(round_of, 1, next(epochs), 0, num_late)
+            yield partial(round_of, 1, next(epochs), 0, num_tokens)
 
     try:
         first = measure_sizes(rounds, engine.max_num_seqs, clock)
-        late = late_rounds()
-        next(late)()
-        late_s = max(_median_seconds(late, clock, 1) - first.seconds(1), 0.0)
+        next(first_rounds(num_late))()
+        few_s, many_s = (_median_seconds(first_rounds(n), clock, 1) for n in (num_late // 4, num_late))
         budget = TreeBudget(tree.num_draft_tokens, tree.num_steps)
         whole = measure_sizes(rounds, engine.max_num_seqs, clock)
     finally:
         drafter.release([f"warm-up {session}" for session in range(engine.max_num_seqs)])
     level = [max(float(whole.at(n) - first.at(n)), 0.0) / max(tree.num_steps - 1, 1) for n in whole.sizes]
     levels = CostModel([n * num_rows for n in whole.sizes], level)
-    return DraftCosts(first, levels, tree.top_k, late_s / num_late)
+    return DraftCosts(first, levels, tree.top_k, max(many_s - few_s, 0.0) / (num_late - num_late // 4))
 
 
 def measure_sizes(

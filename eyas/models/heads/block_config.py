@@ -1,7 +1,7 @@
 """Config of a one-pass block head (DFlash, DFlash2, DSpark), read from a checkpoint of any project: sizes, wiring, tensors.
 
 Three dialects: the authors' (DFlash: settings in `dflash_config`; DSpark: flat), SpecForge's (all in `dflash_config`) and
-vLLM speculators' (`speculators_model_type`, sizes in `transformer_layer_config`). Sources stand in docs/models.md.
+vLLM speculators' (`speculators_model_type`, sizes in `transformer_layer_config`). docs/models.md shows the formats.
 Legend: B rows of a block, H draft hidden, C target hidden, V target vocabulary, D draft vocabulary, r rank.
 """
 

@@ -1,7 +1,7 @@
 """Config of an EAGLE head, read from a checkpoint of any project: sizes, wiring, and the tensors that these imply.
 
 To support another project's format, read its settings in `_flatten` and add its tensor names to TENSOR_SPELLINGS.
-Facts about the formats and their sources stand in docs/models.md. Reads names of tensors, never their values.
+docs/models.md shows the formats. Reads names of tensors, never their values.
 """
 
 from __future__ import annotations

@@ -92,6 +92,24 @@ def test_drafting_begins_for_as_many_as_a_step_has_time_for() -> None:
     assert begun == [2, 4, 6, 8, 10, 12, 14, 16]
 
 
+def test_those_that_take_long_to_catch_up_with_draft_in_turn() -> None:
+    """Four lack ten plain steps each, and four others draft already."""
+    simulation = Simulation(draft=0.1, row=0.01, right=0.9, batch=8, behind=0.001)
+    budget = simulation.budget()
+    simulation.sizes(budget, 50)
+    names = [f"{number}" for number in range(8)]
+    lacking = dict.fromkeys(names, 0) | dict.fromkeys(names[4:], 11600)
+    begun = []
+    for step in range(60):
+        sizes = budget.choose(names, NODES, 0, NextStep(missing=list(lacking.values())))
+        drafting = [name for name, size in sizes.items() if size.max_depth]
+        assert set(names[:4]) <= set(drafting)
+        begun += [step for name in drafting if lacking[name]]
+        lacking |= dict.fromkeys(drafting, 0)
+    assert len(begun) == 4
+    assert all(6 <= later - earlier <= 14 for earlier, later in itertools.pairwise(begun))
+
+
 def test_a_silent_drafter_is_left_out_and_found_when_it_is_back() -> None:
     simulation = Simulation(draft=0.2, row=0.01)
     budget = simulation.budget()
