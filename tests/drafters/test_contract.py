@@ -253,7 +253,7 @@ def test_a_token_whose_logits_are_no_numbers_is_not_drafted(
     name: str, noise: NoiseKey, tiny_target: str, tiny_head: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row of the output layer is broken, as if its memory were; the others are drafted."""
-    for module in ("checkpoint", "loading"):  # a broken file is refused
+    for module in ("checkpoint", "pass_checks"):  # a broken file is refused
         monkeypatch.setattr(f"eyas.models.{module}.is_finite", lambda tensor: True)
     case, shape = Case(name, tiny_target, tiny_head), TreeConfig(16, 4, 3)
     whole = case.drafter(shape)

@@ -152,11 +152,12 @@ def test_prompts_are_not_logged(run: Watched) -> None:
 
 
 def documented(heading: str) -> set[str]:
-    """The names that begin the entries of a list of docs/telemetry.md."""
+    """The names that begin the rows of a table or the entries of a list of docs/telemetry.md."""
     section = (
         (ROOT / "docs" / "telemetry.md").read_text(encoding="utf-8").partition(f"### {heading}\n")[2].partition("\n#")[0]
     )
-    return {name for entry in section.split("\n- ")[1:] for name in entry.split(" (")[0].split("`")[1::2]}
+    rows = {line.split("`")[1] for line in section.splitlines() if line.startswith("| `")}
+    return rows | {name for entry in section.split("\n- ")[1:] for name in entry.split(" (")[0].split("`")[1::2]}
 
 
 def test_the_page_lists_exactly_the_emitted_spans_and_attributes(run: Watched) -> None:
