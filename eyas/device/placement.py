@@ -65,18 +65,19 @@ def threads_for(count: int, *placements: tuple[str, str]) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check_int8(device: str, setting: str = "quantization") -> None:
-    """Raises ConfigError where no kernel multiplies by weights of 8 bits: they run with one thread of torch on a CPU.
+def why_no_int8(device: str) -> str:
+    """Return why no kernel multiplies by weights of 8 bits, and what to do; nothing where one does.
 
-    setting: what asks for them.
+    They run with one thread of torch on a CPU.
     """
     if device.partition(":")[0] != "cpu":
-        reason = f"device is {device}; on a GPU, serve a checkpoint that is quantised, by fp8 for example"
-    elif not multiplies_and_adds():
-        reason = "this processor lacks AVX2 and FMA; leave it out"
-    else:
-        reason = why_uncompiled()
-    if reason:
+        return f"device is {device}; on a GPU, serve a checkpoint that is quantised, by fp8 for example"
+    return why_uncompiled() if multiplies_and_adds() else "this processor lacks AVX2 and FMA; leave it out"
+
+
+def check_int8(device: str, setting: str = "quantization") -> None:
+    """Raises ConfigError for a device on which no kernel multiplies by weights of 8 bits. setting: what asks for them."""
+    if reason := why_no_int8(device):
         raise ConfigError(f"{setting} is 'int8', which is for the compiled kernels of a CPU: {reason}")
 
 

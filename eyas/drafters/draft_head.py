@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
-import torch
-
 from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
 from eyas.config.drafting import (
     METHOD_FACTS,
@@ -25,8 +23,7 @@ from eyas.config.gguf_files import gguf_file
 from eyas.config.mtp_layouts import default_method
 from eyas.device.host import report_phase
 from eyas.device.memory import explain_out_of_memory
-from eyas.device.placement import runs_compiled
-from eyas.device.processor import multiplies_and_adds
+from eyas.device.placement import why_no_int8
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.lookup.datastore import HEADER as DATASTORE_HEADER
 from eyas.drafters.registry import DEFAULT_NUM_STEPS, DrafterParts, Method, find_method, with_levels
@@ -157,7 +154,7 @@ class DraftHead:
         """
         check_quantization(self.method, drafting.quantization)
         needs = [METHOD_FACTS[side].needs for side in split_method(self.method)] if self.drafts else []
-        can_round = dtype == "float32" and runs_compiled(torch.device(device)) and multiplies_and_adds()
+        can_round = dtype == "float32" and not why_no_int8(device)
         has_bytes = is_rounded or gguf_file(open_checkpoint(target).path) is not None
         default: DraftQuantization = INT8 if can_round and has_bytes and ("features",) in needs else "none"
         return replace(drafting, quantization=drafting.quantization or default)

@@ -139,9 +139,8 @@ class DraftManager:
     ) -> None:
         needs = drafter.needs
         requested = [sequence for sequence, _ in wanted]
-        starts = [s.drafted for s in requested]
-        if self._lacking and not lookups_alone:
-            starts = [s.computed + 1 - missing for s, missing in zip(requested, self.missing(requested), strict=True)]
+        lacking = {} if lookups_alone else self._lacking
+        starts = [min(s.drafted, lacking.get(s.request.id, s.drafted)) for s in requested]
         features: Iterable[Tensor | None] = repeat(None)
         if needs.features and not lookups_alone:  # what the drafter lacks, all gathered at once
             slots = [s.slots[max(start - 1, 0) : s.computed] for s, start in zip(requested, starts, strict=True)]
