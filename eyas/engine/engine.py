@@ -16,7 +16,7 @@ from eyas.api.validation import check_engine_request, check_request
 from eyas.callbacks import nothing
 from eyas.config import EngineConfig
 from eyas.device.memory import out_of_memory_text
-from eyas.engine.budget.base import DraftBudget, FixedDraftBudget, NextStep, StepTimes
+from eyas.engine.budget.base import CostTimer, DraftBudget, FixedDraftBudget, NextStep
 from eyas.engine.draft_manager import DraftManager
 from eyas.engine.grammar_manager import GrammarManager
 from eyas.engine.runner import ModelRunner, drawn_rows, step_segments
@@ -113,7 +113,7 @@ class Engine:
         whitespace_pattern: str = EngineConfig.json_whitespace_pattern,
     ) -> None:
         tree_kernels()  # loaded before the first step
-        self._clock, self._cost_clock = clock, cost_clock or clock
+        self._clock, self._costs = clock, CostTimer(cost_clock or clock)
         self.budget = budget or FixedDraftBudget()
         self.scheduler = scheduler
         self.draft_manager = draft_manager
@@ -123,8 +123,6 @@ class Engine:
         self.grammars = GrammarManager(target.eos_ids, target.vocab_size)
         draft_manager.use_path_masks(self.grammars.path_masks)
         self._tree_sizes: dict[str, int] = {}
-        self._request_s = 0.0  # that the last request for trees took
-        self._observed: float | None = None  # when the budget last did, if there was more to do
         self._compiler = GrammarCompiler(target.name_or_path, target.vocab_size, target.eos_ids, whitespace_pattern)
         self.max_model_len = max_model_len
         self.report = StepReport()
@@ -142,46 +140,54 @@ class Engine:
         if cancelled:
             self._release([chunk.request_id for chunk in cancelled])
 
-        started, cost_started = self._clock(), self._cost_clock()
-        drafts = self.draft_manager.collect()
-        if self.grammars.outputs:
-            drafts = self.grammars.prune(drafts, self._tree_sizes)
-        if drafts:
-            drafts = self._pruned(drafts)
-        collected, cost_collected = self._clock(), self._cost_clock()
+        self._costs.begin()
+        began = self._clock()
+        with self._costs.drafting():
+            drafts = self._collected()
+        collected = self._clock()
 
         batch = self.scheduler.schedule(drafts)
-        pass_s = 0.0
-        outputs: StepOutputs | None = None
         if batch:
-            began = self._cost_clock()
-            outputs = self._verified(batch, meanwhile)
-            pass_s = self._cost_clock() - began
-            edited = None  # requests with other trees than the drafter's, to which samples mean nothing
-            if self.draft_manager.needs.samples:
-                edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
-            committed = self.scheduler.commit(batch, outputs, edited)
-            if finished := committed.ended:
-                self._release(finished)
-            chunks = replace(committed, last=[*cancelled, *committed.last]) if cancelled else committed
+            chunks = self._run(batch, drafts, cancelled, meanwhile)
         else:
             meanwhile()
             chunks = Chunks(cancelled)
-
-        wait, verified = collected - started, self._clock() - collected if batch else 0.0
-        now = self._cost_clock()
-        if outputs is not None:
-            draft_s = cost_collected - cost_started + self._request_s
-            since = cost_started - self._request_s if self._observed is None else self._observed
-            self.budget.observe(batch, outputs, StepTimes(draft_s, pass_s, now - since - draft_s - pass_s))
+        if not (batch and self.has_work):
+            self._costs.pause()
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
+        verified = self._clock() - collected if batch else 0.0
         admitted, preempted = tuple(self.scheduler.admitted), tuple(self.scheduler.preempted)
-        self.report = StepReport(wait, verified, num_rows, admitted, preempted, tuple(chunks.ended))
+        self.report = StepReport(collected - began, verified, num_rows, admitted, preempted, tuple(chunks.ended))
 
-        began = self._cost_clock()
-        self._request_drafts()
-        self._request_s, self._observed = self._cost_clock() - began, now if self.has_work else None
+        with self._costs.drafting():
+            self._request_drafts()
         return chunks
+
+    def _collected(self) -> list[DraftReply]:
+        """Wait for the trees of the step, and leave out what grammars forbid and what costs more than it yields."""
+        drafts = self.draft_manager.collect()
+        if self.grammars.outputs:
+            drafts = self.grammars.prune(drafts, self._tree_sizes)
+        return self._pruned(drafts) if drafts else drafts
+
+    def _run(
+        self,
+        batch: Seq[ScheduledSequence],
+        drafts: Seq[DraftReply],
+        cancelled: Seq[Chunk],
+        meanwhile: Callable[[], object],
+    ) -> Chunks:
+        """Run the pass of a step, commit its tokens and let the budget learn from it. Returns them after `cancelled`."""
+        with self._costs.verifying():
+            outputs = self._verified(batch, meanwhile)
+        edited = None  # requests with other trees than the drafter's, to which samples mean nothing
+        if self.draft_manager.needs.samples:
+            edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
+        committed = self.scheduler.commit(batch, outputs, edited)
+        if committed.ended:
+            self._release(committed.ended)
+        self.budget.observe(batch, outputs, self._costs.step())
+        return replace(committed, last=[*cancelled, *committed.last]) if cancelled else committed
 
     def _verified(
         self,

@@ -1,8 +1,10 @@
-"""Defines the `DraftBudget` protocol and `FixedDraftBudget`."""
+"""Defines the `DraftBudget` protocol, `FixedDraftBudget`, and what budgets are given."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 from eyas.engine.sequence import ScheduledSequence
@@ -23,6 +25,49 @@ class StepTimes(NamedTuple):
     wait: float
     verify: float
     other: float = 0.0
+
+
+class CostTimer:
+    """Times the parts of steps for a budget.
+
+    clock: the present time in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._draft_s = self._pass_s = 0.0
+        self._since: float | None = None  # when a step was observed last; None if there was nothing to do since
+
+    def begin(self) -> None:
+        """Begin a step, which the request for its trees belongs to."""
+        if self._since is None:
+            self._since = self._clock() - self._draft_s
+
+    @contextmanager
+    def drafting(self) -> Iterator[None]:
+        """Time a request for trees, or the wait for them."""
+        began = self._clock()
+        yield
+        self._draft_s += self._clock() - began
+
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """Time a pass and the acceptance of its tokens."""
+        began = self._clock()
+        yield
+        self._pass_s = self._clock() - began
+
+    def step(self) -> StepTimes:
+        """Return the times of the step so far; the rest of it counts for the next one."""
+        now, since = self._clock(), self._since
+        assert since is not None, "a step has begun"
+        times = StepTimes(self._draft_s, self._pass_s, now - since - self._draft_s - self._pass_s)
+        self._since, self._draft_s = now, 0.0
+        return times
+
+    def pause(self) -> None:
+        """Leave out the time until the next request for trees."""
+        self._since, self._draft_s = None, 0.0
 
 
 class NextStep(NamedTuple):
