@@ -9,13 +9,13 @@ how likely nodes with their scores were accepted lately.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 import numpy as np
 
 from eyas.config import TreeConfig
+from eyas.engine.budget.account import GainAccount
 from eyas.engine.budget.base import DECODE_ONLY, NextStep, StepTimes
 from eyas.engine.budget.costs import CostModel, DraftCosts, HostCosts, RecentTrees, SurvivalModel
 from eyas.engine.sequence import ScheduledSequence
@@ -42,13 +42,55 @@ class Choice(NamedTuple):
     plain_s: float = 0.0
 
 
+class CatchingUp:
+    """Chooses whom a drafter catches up with, by the seconds that it takes.
+
+    Attributes:
+        seconds: by sequence; empty if the drafter lacks nothing of any.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._saved_s = 0.0  # by steps that had no use for it
+
+    def ready(self, decoding: Seq[str], plain_s: float) -> Seq[str]:
+        """Return the sequences that draft while trees pay: those that lack nothing, and in turn the others.
+
+        Catching up with them takes a plain step's time in each step on average: one that takes longer waits until enough
+        steps have saved for it, and the ones after it wait too.
+        """
+        if not self.seconds:
+            return decoding
+        found, is_next = list[str](), True
+        self._saved_s = min(self._saved_s + plain_s, max(plain_s, *self.seconds.values()))
+        for name in decoding:
+            late_s = self.seconds[name]
+            is_next = is_next and late_s <= self._saved_s
+            if not late_s or is_next:
+                found.append(name)
+                self._saved_s -= late_s
+        if not found:
+            found.append(decoding[0])
+            self._saved_s -= self.seconds[decoding[0]]
+        return found
+
+    def quick(self, decoding: Seq[str], most_s: float) -> Seq[str]:
+        """Return the first sequences that the drafter catches up with in `most_s` together; at least the quickest one."""
+        if not self.seconds:
+            return decoding
+        found = list[str]()
+        for name in decoding:
+            if self.seconds[name] <= most_s:
+                found.append(name)
+                most_s -= self.seconds[name]
+        return found or [min(decoding, key=self.seconds.__getitem__)]
+
+
 class AdaptiveDraftBudget:
     """The size with the most expected tokens per second, or none if no size yields MARGIN times as many as plain decoding.
 
-    While there is none, a few sequences try the largest trees. Once trees have lost more than a few plain steps, whatever
-    was expected, there are none either. After what has lost time plain steps follow, twice as many after each loss in a row.
-    They are also enough for what trees have lost, beyond what they had gained before, to be about TRY_SHARE of the time.
-    Catching up with what the drafter lacks counts there too; while trees pay, a plain step's time goes to it in each step.
+    While there is none, a few sequences try the largest trees, when a GainAccount says so: it stops trees that lose time,
+    too. Catching up with what the drafter lacks counts there; while trees pay, a plain step's time goes to it in each step.
     Nodes of trees that came compete by their own scores.
 
     Args:
@@ -65,11 +107,8 @@ class AdaptiveDraftBudget:
     lookups_alone = False
     MARGIN, AS_GOOD = 1.05, 0.99  # the latter: of the best rate; the deepest of such sizes says the most
     CHOICE_STEPS = 8  # that a choice holds for, unless the rows change
-    TRY_SHARE, FIRST_PAUSE = 0.01, 200  # the latter: steps that may follow a first try with a drafter in this process
     MAX_TREES, TRY_DRAFT, TRY_ROWS = 8, 0.5, 0.25  # of a try: its trees, and plain steps of its draft and rows
-    MAX_FAILED, NUM_COLD = 9, 2  # tries that double the pause; those in which a drafter elsewhere may load and connect
-    CREDIT = 32.0  # plain steps that trees may lose at most of those that they have gained
-    EXPLORE_STEPS, UNKNOWN_STEPS = 32, 4  # from some of the largest trees to the next; while none was as large as it may be
+    EXPLORE_STEPS = 8  # from some of the largest trees to the next
     MAX_LATE = 0.25  # share of sequences that the drafter catches up with, in steps whose wait is learned from
     NUM_FIRST, PLAIN_STEPS = 6, 4  # steps to learn from: the first ones, and every fourth without trees
 
@@ -83,7 +122,6 @@ class AdaptiveDraftBudget:
         name: str = "drafts",
     ) -> None:
         self.num_nodes = 1
-        self.is_on = False
         self.bar = 1.0
         self._name = name
         self._tree, self._verify, self._draft, self._is_apart = tree, verify, draft, is_apart
@@ -93,16 +131,17 @@ class AdaptiveDraftBudget:
         self._full = NO_TREE  # the largest size
         self._num_steps = self._num_drafted = self._age = 0
         self._rows = (0, 0)  # of the last choice
-        self._pause = self._num_failed = self._load = 0  # plain steps to go; failures in a row; sequences at the last one
-        self._credit = self._balance = 0.0  # plain steps that trees have gained, in all; and since they began or in a try
-        self._num_cold, self._num_others = self.NUM_COLD if is_apart else 0, 0  # the latter: sequences that cannot draft yet
-        self._has_tried = False
+        self._account, self._catching_up = GainAccount(is_apart), CatchingUp()
+        self._num_others = 0  # sequences that cannot draft yet
         self._is_usual = self._prunes = True
-        self._late: dict[str, float] = {}  # seconds to catch up with each sequence
-        self._late_s = 0.0  # with those that draft in the next step
-        self._saved_s = 0.0  # for catching up, by steps that had no use for it
+        self._late_s = 0.0  # seconds to catch up with the sequences that draft in the next step
         self._trying: list[str] = []
         self._drafted: dict[int, DraftTree] = {}  # whole trees, by id of what is left of them
+
+    @property
+    def is_on(self) -> bool:
+        """Return whether steps have trees, not only tries."""
+        return self._account.is_on
 
     @property
     def takes_prompts(self) -> bool:
@@ -116,7 +155,7 @@ class AdaptiveDraftBudget:
     def compare_with(self, bar: float) -> None:
         """Set `bar`. What trees have gained over plain decoding pays for no losses against other trees."""
         if self.bar == 1.0 and bar > 1.0:
-            self._credit = 0.0
+            self._account.forget()
         self.bar = bar
 
     def choose(
@@ -126,7 +165,7 @@ class AdaptiveDraftBudget:
         self._full = TreeBudget(self._most, min(self._tree.num_steps, self._most - 1))
         self._num_others = num_plain + step.num_prefilling
         sizes = self._chosen(decoding, num_plain) if decoding and self._most > 1 else {}
-        self._late_s = sum([self._late.get(name, 0.0) for name, size in sizes.items() if size.max_depth])
+        self._late_s = sum([self._catching_up.seconds.get(name, 0.0) for name, size in sizes.items() if size.max_depth])
         self._is_usual = sum([not before.get(name, NO_TREE).max_depth for name in sizes]) <= self.MAX_LATE * len(sizes)
         self._sizes = dict.fromkeys(decoding, NO_TREE) | sizes
         self.num_nodes = max((size.max_nodes for size in sizes.values()), default=1)
@@ -134,25 +173,23 @@ class AdaptiveDraftBudget:
 
     def _chosen(self, decoding: Seq[str], num_plain: int) -> dict[str, TreeBudget]:
         """Return the sizes of the sequences that draft."""
-        count, load = len(decoding), len(decoding) + self._num_others
-        if not self.is_on and self._load and not 2 / 3 < load / self._load < 1.5:
-            self._pause, self._load, self._balance = 0, load, 0.0  # another load is another question
-        if self._pause and not self._has_tried:
+        count = len(decoding)
+        if not self._account.may_draft(count + self._num_others):
             return {}
-        self._has_tried = False
         usual = self._tree.num_steps + 1  # tokens of a step with a tree, at most
         late = [max(missing - usual, 0) * self._draft.token_s for missing in self._step.missing]
-        self._late = dict(zip(decoding, late, strict=True)) if any(late) else {}
+        self._catching_up.seconds = dict(zip(decoding, late, strict=True)) if any(late) else {}
         choice = self._choice = self._best(count, num_plain)
         if not self.is_on and choice.size.max_depth:
             self._start(count)
         elif self.is_on and not choice.size.max_depth and not self._step.num_prompt_rows:
             self._stop(count)
-        if self._pause:
+        if self._account.pause:
             return {}
-        sizes = dict.fromkeys(self._ready(decoding), choice.size) if choice.size.max_depth else {}
-        interval = self.EXPLORE_STEPS if self._recent.known_size >= self._most else self.UNKNOWN_STEPS
-        if not self.is_on or (sizes and choice.size != self._full and self._num_drafted % interval == 0):
+        sizes = dict[str, TreeBudget]()
+        if choice.size.max_depth:
+            sizes = dict.fromkeys(self._catching_up.ready(decoding, choice.plain_s), choice.size)
+        if not self.is_on or (sizes and choice.size != self._full and self._num_drafted % self.EXPLORE_STEPS == 0):
             sizes |= dict.fromkeys(self._few(list(sizes) or decoding), self._full)
         return sizes
 
@@ -195,38 +232,8 @@ class AdaptiveDraftBudget:
                 count += 1
             others = [*decoding[first:], *decoding[:first]]
             most_s -= float(self._draft.at(count, *self._full))
-            self._trying = (self._quick(others, most_s) if self._late else others)[:count]
+            self._trying = list(self._catching_up.quick(others, most_s)[:count])
         return self._trying
-
-    def _ready(self, decoding: Seq[str]) -> Seq[str]:
-        """Return the sequences that draft while trees pay: those that lack nothing, and in turn the others.
-
-        Catching up with them takes a plain step's time in each step on average: one that takes longer waits until enough
-        steps have saved for it, and the ones after it wait too.
-        """
-        if not self._late:
-            return decoding
-        plain_s, found, is_next = self._choice.plain_s, list[str](), True
-        self._saved_s = min(self._saved_s + plain_s, max(plain_s, *self._late.values()))
-        for name in decoding:
-            late_s = self._late[name]
-            is_next = is_next and late_s <= self._saved_s
-            if not late_s or is_next:
-                found.append(name)
-                self._saved_s -= late_s
-        if not found:
-            found.append(decoding[0])
-            self._saved_s -= self._late[decoding[0]]
-        return found
-
-    def _quick(self, decoding: Seq[str], most_s: float) -> list[str]:
-        """Return the first sequences that the drafter catches up with in `most_s` together; at least the quickest one."""
-        found = list[str]()
-        for name in decoding:
-            if self._late[name] <= most_s:
-                found.append(name)
-                most_s -= self._late[name]
-        return found or [min(decoding, key=self._late.__getitem__)]
 
     def prune(self, trees: Seq[DraftTree], num_plain: int = 0) -> list[DraftTree]:
         self._drafted = {id(tree): tree for tree in trees}
@@ -257,7 +264,7 @@ class AdaptiveDraftBudget:
         self._num_steps += 1
         requested = [size for size in self._sizes.values() if size.max_depth] if self.num_nodes > 1 else []
         if not requested:
-            self._pause = max(self._pause - 1, 0)
+            self._account.pause = max(self._account.pause - 1, 0)
             if self._num_steps > self.NUM_FIRST and self._num_steps % self.PLAIN_STEPS:
                 return
         # between two steps a drafter elsewhere works too, which would look like a cost of trees
@@ -276,7 +283,7 @@ class AdaptiveDraftBudget:
         self._observe_trees(batch, outputs)
         most_s = expected_s or np.inf  # a longer wait shows a pause of the machine, or catches up with what drafts later
         most_s *= 1.0 if self.is_on and not self._is_usual else np.inf if self._is_apart else CostModel.MAX_SURPRISE
-        self._account(batch, outputs, min(wait_s, most_s))
+        self._count_gain(batch, outputs, min(wait_s, most_s))
 
     def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: StepOutputs) -> None:
         """Learn from the nodes of a step's trees."""
@@ -298,8 +305,8 @@ class AdaptiveDraftBudget:
         self._prunes = bool(drafted) or not [tree for tree in trees if tree.num_drafted]
         self._survival.observe(trees, paths)
 
-    def _account(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, wait_s: float) -> None:
-        """Add what a step's trees have gained, in plain steps, and stop drafting, or pause after a try, by the sum.
+    def _count_gain(self, batch: Seq[ScheduledSequence], outputs: StepOutputs, wait_s: float) -> None:
+        """Add what a step's trees have gained to the account.
 
         A token is worth what it takes without these trees, and rows cost what they add to a pass without prompts.
         """
@@ -307,44 +314,31 @@ class AdaptiveDraftBudget:
         done = [(len(scheduled.slots), length) for scheduled, length in pairs if scheduled.tree is not None and length]
         if not done:
             return
-        count, plain_s = len(done), self._step_s(len(done))
+        count, plain_s, was_on = len(done), self._step_s(len(done)), self.is_on
         rows_s = self._verify.seconds(sum([rows for rows, _ in done])) - self._verify.seconds(count)
         seconds = plain_s + wait_s + rows_s + self._host.more_s
         gain = sum([tokens for _, tokens in done]) / count / self.bar - seconds / plain_s
-        gain = max(gain, -1.0) if self._num_cold else gain
-        self._balance += gain
-        self._credit = min(self._credit + gain - self._late_s / plain_s, self.CREDIT)
-        self._num_cold = max(self._num_cold - 1, 0)
-        if self.is_on:
-            most = 1 + 3 / count  # plain steps that trees may lose: what single sequences get varies more
-            if self._balance >= most:
-                self._balance, self._num_failed = most, -1
-            elif self._balance <= -most:
-                self._stop(count)
-        # a drafter that had to catch up shows in the next step what others take
-        elif self._is_usual or not self._is_apart:
-            self._has_tried = True
-            if self._balance <= 0:
-                self._wait()
-            else:
-                self._num_failed = -1
-            self._balance = 0.0
+        # a drafter elsewhere that had to catch up shows in the next step what others take
+        is_judged = self._is_usual or not self._is_apart
+        self._account.add(gain, self._late_s / plain_s, count, self._load, is_judged)
+        if was_on and not self.is_on:
+            self._log_stop(count)
+
+    @property
+    def _load(self) -> int:
+        return len(self._sizes) + self._num_others
 
     def _start(self, count: int) -> None:
-        self.is_on, self._balance, self._pause, self._trying = True, 0.0, 0, []
+        self._account.start()
+        self._trying = []
         self._log(count, f"on: they yield {self._choice.gain:.2f} of the tokens per second")
 
     def _stop(self, count: int) -> None:
-        self.is_on, self._balance = False, 0.0
-        self._wait()
-        self._log(count, f"off; will try again in {self._pause} steps")
+        self._account.stop(self._load)
+        self._log_stop(count)
 
-    def _wait(self) -> None:
-        """Decode plainly until what was lost and not gained before is a small share of the time."""
-        self._num_failed, self._load = min(self._num_failed + 1, self.MAX_FAILED), len(self._sizes) + self._num_others
-        most = sys.maxsize if self._is_apart else self.FIRST_PAUSE * 2**self._num_failed
-        self._pause = max(2**self._num_failed, min(round(-self._credit / self.TRY_SHARE), most))
-        self._credit = max(self._credit, 0.0)
+    def _log_stop(self, count: int) -> None:
+        self._log(count, f"off; will try again in {self._account.pause} steps")
 
     def _log(self, count: int, what: str) -> None:
         """Log a change of mind."""

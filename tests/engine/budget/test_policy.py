@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eyas.api.request import Request
+from eyas.engine.budget.account import GainAccount
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget, Choice
 from eyas.engine.budget.base import NextStep, StepTimes
 from eyas.engine.budget.costs import CostModel, DraftCosts, SurvivalModel
@@ -22,7 +23,7 @@ from tests.engine.budget.simulation import CHAINS, NODES, Simulation, usual
 from tests.support.strategies import trees
 from tests.support.tiers import nightly
 
-SHARE = AdaptiveDraftBudget.TRY_SHARE
+SHARE = GainAccount.TRY_SHARE
 
 
 @pytest.mark.parametrize(("row", "expected"), [(0.0, NODES), (10.0, 1)])
@@ -239,7 +240,8 @@ def trained_budget(row: float, step: float = 1.0) -> AdaptiveDraftBudget:
     verify = CostModel(sizes, [step + row * rows for rows in sizes])
     free = CostModel(sizes, [0.0] * len(sizes))
     budget = AdaptiveDraftBudget(CHAINS, verify, DraftCosts(free, free, 1))
-    budget._choice, budget.is_on = Choice(TreeBudget(NODES, NODES - 1), rate=1.0), True
+    budget._account.start()
+    budget._choice = Choice(TreeBudget(NODES, NODES - 1), rate=1.0)
     return budget
 
 
