@@ -203,32 +203,6 @@ class LocalDrafter(ABC):
         The next samples belong to these nodes."""
         return
 
-    @property
-    def continues_paths(self) -> bool:
-        """Return whether `continue_paths` and `continue_trees` find anything."""
-        return False
-
-    def continue_paths(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree]:
-        """Return trees below paths of guessed tokens; empty for a drafter that knows no cheap ones.
-
-        contexts: for each path its session's last commit. paths: of at least one token below the session's root.
-
-        Returns:
-            Trees whose root is the last token of a path, within what is left of the context's budget.
-        """
-        return []
-
-    def continue_trees(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        """Return trees of another drafter, with what this one finds below their best leaves.
-
-        Returns the same object where nothing is found.
-
-        Args:
-            contexts: for each tree its session's last commit.
-            trees: deterministic ones below the last tokens of these.
-        """
-        return list(trees)
-
     def draft_ahead(self) -> bool:
         """Do one step of work in advance, while no request waits. Returns whether there is more to do."""
         return False

@@ -1,15 +1,11 @@
 """Two drafters at once: both get every commit, and their trees are merged into one by score.
 
-A side that looks tokens up also continues the other side's tree, below its best leaves. While the target verifies, it
-continues the merged tree in the same way. What it finds is sent before the commit, if it claims to yield enough.
-
 Either side may drop a session by itself. ResyncRequired then asks for the commits that this side lacks; the other side gets
 only what it does not have yet.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
@@ -27,16 +23,11 @@ from eyas.drafters.base import (
     PathMasks,
     limits_of,
     within,
-    without_banned,
 )
-from eyas.drafters.lookup.base import attached, best_leaves, tokens_to
 from eyas.drafters.sessions import Session, SessionLedger
 from eyas.kernels.choice import tree_kernels
 from eyas.protocol.commit import NO_TREE, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees, PreparedTree
-
-# Tokens that a tree below a leaf must claim to yield, if the target reaches it, to be sent before the commit.
-MIN_CLAIM = 5.0
 
 
 @dataclass
@@ -47,22 +38,14 @@ class _CombinedSession(Session):
         context: its latest commit.
         lengths, drafts: committed length and last answer of each side.
         tree: the last merged one.
-        continued: the tree of each side, with what the other one has found below its leaves; None where there is nothing.
         places: for each side that needs samples, the merged nodes that correspond to the nodes of its (pruned) tree.
-        looked_up, drafted_ahead: for the next commit, what lookups have found and the last tree of a side that drafts
-            ahead.
-        prepared: the two as one, which the verifier has.
     """
 
     context: DraftContext = field(init=False)
     lengths: list[int] = field(default_factory=lambda: [0, 0])
     drafts: list[Draft] = field(default_factory=lambda: [None, None])
-    continued: list[DraftTree | None] = field(default_factory=lambda: [None, None])
     tree: DraftTree | None = None
     places: list[list[int]] = field(default_factory=lambda: [[], []])
-    looked_up: DraftTree | None = None
-    drafted_ahead: DraftTree | None = None
-    prepared: DraftTree | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -71,9 +54,8 @@ class _CombinedSession(Session):
 
     @property
     def trees(self) -> list[DraftTree]:
-        """The trees for the commit, continued where they are."""
-        both = (self.continued[side] or self.tree_of(side) for side in range(len(self.drafts)))
-        return [tree for tree in both if tree is not None]
+        """The sides' trees for the commit."""
+        return [tree for side in range(len(self.drafts)) if (tree := self.tree_of(side)) is not None]
 
     def with_sources(self, merged: DraftTree) -> DraftTree:
         """Return the merged tree with `DraftTree.sources`."""
@@ -82,9 +64,6 @@ class _CombinedSession(Session):
             if (tree := self.tree_of(side)) is not None:
                 for place in _places(tree, merged).values():
                     sources[place] |= 1 << side
-        for side, continued in enumerate(self.continued):
-            for place in _places(continued, merged).values() if continued else ():
-                sources[place] = sources[place] or 1 << (1 - side)
         return merged.with_sources([0, *sources[1:]])
 
     def tree_of(self, side: int) -> DraftTree | None:
@@ -115,25 +94,18 @@ class _CombinedSession(Session):
 class CombinedDrafter(LocalDrafter):
     """Two drafters whose trees are merged."""
 
-    def __init__(
-        self, first: LocalDrafter, second: LocalDrafter, tree: TreeConfig, config: CombinedConfig, prepares: bool = False
-    ) -> None:
-        """Combine drafters; at most one of them needs features. prepares: whether `draft_ahead` looks up what follows the
-        trees.
-        """
+    def __init__(self, first: LocalDrafter, second: LocalDrafter, tree: TreeConfig, config: CombinedConfig) -> None:
+        """Combine drafters; at most one of them needs features."""
         self.sides = (first, second)
         self._side_needs = first.needs, second.needs
         self._tree = tree
         self._config = config
         self._lookups = [k for k in range(2) if self.sides[k].work == NO_WORK]
         self._sessions = SessionLedger(_CombinedSession)
-        self._looks = [k for k in range(2) if prepares and self.sides[k].continues_paths]  # sides that look ahead
-        self._due: dict[str, None] = {}  # sessions whose trees are verified, and what follows these is not prepared
-        self._changed: dict[str, None] = {}  # sessions with prepared trees that are not sent
 
     @property
     def takes_prepared(self) -> bool:
-        return True
+        return any(side.takes_prepared for side in self.sides)
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -178,18 +150,11 @@ class CombinedDrafter(LocalDrafter):
         complete = [session for session in sessions if session.is_complete]
         self._merge([session for session in complete if not session.context.has_tree])
         for session in complete:
-            _take_over(session)
-            is_verified = session.tree and session.tree.num_drafted and session.context.proposal == "deterministic"
-            if self._looks and is_verified:
-                self._due[session.context.session] = None
-        for session in sessions:
-            session.looked_up = session.drafted_ahead = session.prepared = None
+            if session.context.has_tree:  # it is not this drafter's: no samples belong to its nodes
+                session.tree = None
         return [_answer(session) for session in followed]
 
     def release(self, sessions: Sequence[str]) -> None:
-        for name in sessions:
-            self._due.pop(name, None)
-            self._changed.pop(name, None)
         self._sessions.release(sessions)
         for side in self.sides:
             side.release(sessions)
@@ -200,47 +165,10 @@ class CombinedDrafter(LocalDrafter):
 
     def draft_ahead(self) -> bool:
         more = [side.draft_ahead() for side in self.sides]
-        if self._due:
-            name = next(iter(self._due))
-            del self._due[name]
-            self._prepare(name)
-        return any(more) or bool(self._due)
+        return any(more)
 
     def take_prepared(self) -> list[PreparedTree]:
-        """Return trees of the sides, merged with what was looked up below the trees under verification."""
-        found = {tree.session: tree for side in self.sides for tree in side.take_prepared()}
-        names, self._changed = [*dict.fromkeys((*self._changed, *found))], {}
-        for name in names:
-            session, other = self._sessions.get(name), found.get(name)
-            if session is None:
-                continue
-            if other and (other.epoch, other.committed_length) == (session.epoch, session.committed_length):
-                session.drafted_ahead = other.tree
-            parts = [part for part in (session.looked_up, session.drafted_ahead) if part is not None]
-            if parts:
-                session.prepared = joined_arrays(parts) if session.looked_up else parts[0]
-                found[name] = PreparedTree(name, session.epoch, session.committed_length, session.prepared)
-        return list(found.values())
-
-    def _prepare(self, name: str) -> None:
-        """Look up what follows the likeliest leaves of the tree that is verified, and keep what claims enough."""
-        session = self._sessions.get(name)
-        if session is None or session.tree is None or not session.is_complete:
-            return
-        tree, parts = session.tree, list[tuple[int, DraftTree]]()
-        leaves = best_leaves(tree, len(tree))
-        paths = [tokens_to(tree, leaf) for leaf in leaves]
-        size, steps = self._tree.num_draft_tokens + 1, self._tree.num_steps + 1  # with the token that the target draws there
-        contexts = [session.context._replace(budget=TreeBudget(size, steps + len(path)), allowed=b"") for path in paths]
-        for k in self._looks:
-            for leaf, below in zip(leaves, self.sides[k].continue_paths(contexts, paths), strict=True):
-                if _claim_below_best(below) >= MIN_CLAIM:
-                    parts.append((leaf, below))
-        if parts:
-            kept = sorted({node for leaf, _ in parts for node in tree.path(leaf)})
-            places = {node: place for place, node in enumerate(kept)}
-            whole = attached(tree.pruned(kept), [(places[leaf], below) for leaf, below in parts])
-            session.looked_up, self._changed[name] = whole, None
+        return [tree for side in self.sides for tree in side.take_prepared()]
 
     def _propose(self, k: int, sessions: Sequence[_CombinedSession]) -> None:
         """Send one side the parts of the commits that it does not have, and keep its answers."""
@@ -261,9 +189,6 @@ class CombinedDrafter(LocalDrafter):
     def _merge(self, sessions: Sequence[_CombinedSession]) -> None:
         """Merge the trees of each session."""
         budgets = [within(session.context.budget, self._tree) for session in sessions]
-        for k in range(len(self.sides)):
-            if self.sides[1 - k].continues_paths:
-                self._continue(k, sessions, budgets)
         roots = [session.context.tokens[-1] for session in sessions]
         merged = merge_trees(roots, [session.trees for session in sessions], budgets, self._config.min_share)
         for session, tree in zip(sessions, merged, strict=True):
@@ -271,19 +196,6 @@ class CombinedDrafter(LocalDrafter):
             for k, needs in enumerate(self._side_needs):
                 if needs.samples:
                     self._prune(k, session, tree)
-
-    def _continue(self, k: int, sessions: Sequence[_CombinedSession], budgets: Sequence[TreeBudget]) -> None:
-        """Continue one side's trees below their best leaves by what the other side finds behind their paths."""
-        other, asked = 1 - k, list[tuple[_CombinedSession, DraftTree]]()
-        contexts = list[DraftContext]()
-        for session, budget in zip(sessions, budgets, strict=True):
-            tree, session.continued[k] = session.tree_of(k), None
-            if tree is not None and session.tree_of(other) is not None:
-                asked.append((session, tree))
-                contexts.append(session.context._replace(budget=budget))
-        found = self.sides[other].continue_trees(contexts, [tree for _, tree in asked]) if asked else []
-        for (session, tree), grown in zip(asked, found, strict=True):
-            session.continued[k] = None if grown is tree else grown
 
     def _prune(self, k: int, session: _CombinedSession, merged: DraftTree) -> None:
         """Prune one side's tree to its merged nodes, and keep their places in the merged tree."""
@@ -307,34 +219,6 @@ def _answer(session: _CombinedSession | ResyncRequired) -> Draft:
     if session.is_complete:
         return session.tree or DraftTree.root_only(session.context.tokens[-1])
     return ResyncRequired(session.context.session, session.epoch, session.committed_length)
-
-
-def _take_over(session: _CombinedSession) -> None:
-    """Keep as a session's tree the part of its prepared tree that the verifier has for the commit, if it does."""
-    context = session.context
-    if context.has_tree:
-        budget, session.places = context.budget, [[], []]
-        taken = session.prepared.below(context.tokens, budget.max_nodes, budget.max_depth) if session.prepared else None
-        session.tree = without_banned(taken, context) if taken else None
-
-
-def joined_arrays(parts: Sequence[DraftTree]) -> DraftTree:
-    """Return the best nodes of trees with the same root, as many as a prepared tree may have."""
-    whole = TreeBudget(PreparedTree.MAX_NODES, PreparedTree.MAX_NODES)
-    return merge_trees([parts[0].tokens[0]], [parts], [whole], 0.0)[0]
-
-
-def _claim_below_best(tree: DraftTree) -> float:
-    """Return the tokens that a tree below the best child of the root claims to yield, if the target draws this child."""
-    best = max(tree.families.get(0, ()), key=tree.log_probs.__getitem__, default=None)
-    if best is None:
-        return 0.0
-    below, claimed = {best}, 1.0
-    for node in range(best + 1, len(tree)):
-        if tree.parents[node] in below:
-            below.add(node)
-            claimed += math.exp(tree.log_probs[node] - tree.log_probs[best])
-    return claimed
 
 
 def _places(tree: DraftTree, merged: DraftTree) -> dict[int, int]:

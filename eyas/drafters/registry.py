@@ -296,7 +296,7 @@ def _build_combined(names: Sequence[str], parts: DrafterParts) -> LocalDrafter:
     )
     deepest = max((METHODS[name] for name in names), key=lambda side: side.num_steps(parts.head, parts.tree))
     tree = with_levels(deepest, parts).tree
-    return CombinedDrafter(first, second, tree, parts.methods.combined, prepares=parts.has_idle_time)
+    return CombinedDrafter(first, second, tree, parts.methods.combined)
 
 
 def with_levels(method: Method, parts: DrafterParts) -> DrafterParts:

@@ -24,7 +24,7 @@ import torch
 from eyas.arrays import Ints, Reals
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import upload
-from eyas.drafters.base import Draft, DraftContext, LocalDrafter, Path, allowed_bits, bans_of, limits_of, within
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter, allowed_bits, bans_of, limits_of, within
 from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.trees.growth import forest_trees
 from eyas.kernels.arguments import MIN_TEMPERATURE
@@ -33,9 +33,6 @@ from eyas.kernels.plain.trees import first_of_groups
 from eyas.kernels.probabilities import filtered_probs, filtering, filters_of
 from eyas.protocol.commit import NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees
-
-# Most leaves of a tree that are continued.
-MAX_CONTINUED = 8
 
 
 class LookupDrafter(LocalDrafter, Generic[MemoryT]):
@@ -55,75 +52,17 @@ class LookupDrafter(LocalDrafter, Generic[MemoryT]):
             if found is not None and not isinstance(found, ResyncRequired) and context.budget.wants_tree:
                 chosen.append(i)
                 memories.append(found)
-        trees = self._grow([contexts[i] for i in chosen], memories, [()] * len(chosen)) if chosen else []
+        trees = self._grow([contexts[i] for i in chosen], memories) if chosen else []
         for i, tree in zip(chosen, trees, strict=True):
             drafts[i] = tree
         return drafts
 
-    @property
-    def continues_paths(self) -> bool:
-        return True
-
-    def continue_paths(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree]:
-        sessions = [self._sessions.get(context.session) for context in contexts]
-        memories = [session.memory if session else None for session in sessions]
-        trees = [DraftTree.root_only(path[-1]) for path in paths]
-        known = {i: memory for i, memory in enumerate(memories) if memory is not None}
-        if known:
-            ahead = [_behind(contexts[i], paths[i]) for i in known]
-            grown = self._grow(ahead, list(known.values()), [paths[i] for i in known])
-            for i, tree in zip(known, grown, strict=True):
-                trees[i] = tree
-        return trees
-
     def release(self, sessions: Sequence[str]) -> None:
         self._sessions.release(sessions)
 
-    def continue_trees(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        asked = [(i, leaf) for i, tree in enumerate(trees) for leaf in best_leaves(tree, contexts[i].budget.max_depth)]
-        found = self.continue_paths([contexts[i] for i, _ in asked], [tokens_to(trees[i], leaf) for i, leaf in asked])
-        parts: dict[int, list[tuple[int, DraftTree]]] = {}
-        for (i, leaf), below in zip(asked, found, strict=True):
-            if below.num_drafted:
-                parts.setdefault(i, []).append((leaf, below))
-        return [attached(tree, parts[i]) if i in parts else tree for i, tree in enumerate(trees)]
-
     @abstractmethod
-    def _grow(
-        self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT], paths: Sequence[Path]
-    ) -> Sequence[DraftTree]:
-        """Return the trees of contexts that want one. paths: tokens behind those that the memories have."""
-
-
-def best_leaves(tree: DraftTree, max_depth: int) -> list[int]:
-    """Return at most MAX_CONTINUED leaves above `max_depth` levels, the best first."""
-    leaves = [node for node in range(1, len(tree)) if node not in tree.families and tree.depths[node] < max_depth]
-    return sorted(leaves, key=lambda node: -tree.log_probs[node])[:MAX_CONTINUED]
-
-
-def tokens_to(tree: DraftTree, node: int) -> Path:
-    """Return the tokens from the root's child to a node."""
-    return tuple([tree.tokens[each] for each in tree.path(node)[1:]])
-
-
-def attached(tree: DraftTree, parts: Sequence[tuple[int, DraftTree]]) -> DraftTree:
-    """Return `tree` with the nodes of other trees, whose roots are leaves of it."""
-    tokens, parents, log_probs = list(tree.tokens), list(tree.parents), list(tree.log_probs)
-    for leaf, below in parts:
-        places, above = [leaf, *range(len(tokens), len(tokens) + below.num_drafted)], log_probs[leaf]
-        tokens += below.tokens[1:]
-        parents += [places[parent] for parent in below.parents[1:]]
-        log_probs += [above + log_prob for log_prob in below.log_probs[1:]]
-    return DraftTree.of(tokens, parents, log_probs, tree.grown_ahead)
-
-
-def _behind(context: DraftContext, path: Path) -> DraftContext:
-    """Return the context as if `path` were committed."""
-    depth = len(path)
-    biases = tuple(replace(b, num_levels=b.num_levels - depth) for b in context.logit_biases if b.num_levels > depth)
-    budget = context.budget._replace(max_depth=context.budget.max_depth - depth)
-    start = context.committed_length + depth - 1
-    return context._replace(start_position=start, tokens=path[-1:], budget=budget, allowed=b"", logit_biases=biases)
+    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT]) -> Sequence[DraftTree]:
+        """Return the trees of contexts that want one."""
 
 
 @dataclass(frozen=True)
@@ -152,15 +91,13 @@ class MatchDrafter(LookupDrafter[MemoryT]):
         super().__init__(sessions)
         self._tree = tree
 
-    def _grow(
-        self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT], paths: Sequence[Path]
-    ) -> Sequence[DraftTree]:
+    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT]) -> Sequence[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]
         budgets = [within(context.budget, self._tree) for context in contexts]
         depth = max(budget.max_depth for budget in budgets)
         if depth < 1:
             return DraftTrees.root_only(roots)
-        matches = only_allowed(self._find(memories, paths, depth), contexts)
+        matches = only_allowed(self._find(memories, depth), contexts)
         if not matches.lengths.any():
             return DraftTrees.root_only(roots)
         trie = build_trie(matches)
@@ -168,8 +105,8 @@ class MatchDrafter(LookupDrafter[MemoryT]):
         return trie_trees(trie, trie.along_paths(steps), roots, budgets)
 
     @abstractmethod
-    def _find(self, memories: Sequence[MemoryT], paths: Sequence[Path], depth: int) -> Matches:
-        """Return the matches of each session's last tokens and its path, with at most `depth` tokens behind each."""
+    def _find(self, memories: Sequence[MemoryT], depth: int) -> Matches:
+        """Return the matches of each session's last tokens, with at most `depth` tokens behind each."""
 
     @abstractmethod
     def _log_steps(

@@ -8,10 +8,10 @@ from functools import partial
 
 import numpy as np
 
-from eyas.arrays import Bools, Reals
+from eyas.arrays import Reals
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.drafters.base import DraftContext, Path, bans_of, within
-from eyas.drafters.lookup.base import MAX_CONTINUED, PRIOR_TRIALS, LookupDrafter
+from eyas.drafters.base import DraftContext, bans_of, within
+from eyas.drafters.lookup.base import PRIOR_TRIALS, LookupDrafter
 from eyas.drafters.lookup.prompt_lookup import MATCH_DECAY
 from eyas.drafters.sessions import MemoryLedger
 from eyas.kernels.cpu.lookups import (
@@ -71,57 +71,20 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
     def warm_up(self) -> None:
         compile_kernels()
 
-    def continue_trees(self, contexts: Sequence[DraftContext], trees: Sequence[DraftTree]) -> list[DraftTree]:
-        sessions = [self._sessions.get(context.session) for context in contexts]
-        indices = {i: session.memory for i, session in enumerate(sessions) if session and session.memory}
-        if not indices:
-            return list(trees)
-        nodes, budgets = DraftTrees.of(trees), [within(context.budget, self._tree) for context in contexts]
-        room = int(nodes.counts.max()) + MAX_CONTINUED * max(budget.max_nodes for budget in budgets)
-        forest, is_filled = _Forest(len(trees), room), np.arange(room) < nodes.counts[:, None]
-        forest.tokens[is_filled], forest.parents[is_filled] = nodes.tokens, nodes.parents
-        forest.scores[is_filled], forest.counts[:] = nodes.log_probs, nodes.counts
-        leaves = np.zeros(MAX_CONTINUED, np.int64)
-        for i, index in indices.items():
-            if forest.counts[i] > 1:
-                limits = budgets[i].max_nodes - 1, budgets[i].max_depth, contexts[i].budget.max_depth
-                inputs = index.ngrams, index.size, kernel_bans(contexts[i], has_root=False), NO_IDS, leaves, *limits
-                forest.grow(i, *inputs)
-        grown = forest.trees(nodes.grown_ahead)
-        return [new if len(new) > len(old) else old for old, new in zip(trees, grown, strict=True)]
-
-    def _grow(
-        self, contexts: Sequence[DraftContext], memories: Sequence[CompiledIndex], paths: Sequence[Path]
-    ) -> Sequence[DraftTree]:
+    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[CompiledIndex]) -> Sequence[DraftTree]:
         budgets = [within(context.budget, self._tree) for context in contexts]
-        forest = _Forest(len(contexts), max(budget.max_nodes for budget in budgets))
-        forest.tokens[:, 0] = [context.tokens[-1] for context in contexts]
-        for i, (context, index, path, budget) in enumerate(zip(contexts, memories, paths, budgets, strict=True)):
-            inputs = index.ngrams, index.size, kernel_bans(context), np.array(path, np.int64), np.zeros(1, np.int64)
-            forest.grow(i, *inputs, budget.max_nodes - 1, budget.max_depth, budget.max_depth)
-        return forest.trees(np.zeros(len(contexts), np.bool_))
+        roots, most = [context.tokens[-1] for context in contexts], max(budget.max_nodes for budget in budgets) - 1
+        tokens, parents = np.zeros((2, len(contexts), most), np.int64)
+        scores, counts = np.zeros((len(contexts), most)), np.zeros(len(contexts), np.int64)
+        for i, (context, index, budget) in enumerate(zip(contexts, memories, budgets, strict=True)):
+            inputs = index.ngrams, index.size, kernel_bans(context), budget.max_nodes - 1, budget.max_depth
+            counts[i] = grow_tree(*inputs, tokens[i], parents[i], scores[i])
+        return DraftTrees.below(roots, tokens, parents, scores, counts)
 
 
-class _Forest:
-    """The nodes of several trees, a tree in each row [S, K]. counts: of each tree [S]."""
-
-    def __init__(self, num_trees: int, room: int) -> None:
-        self.tokens, self.parents = np.zeros((2, num_trees, room), np.int64)
-        self.scores, self.counts = np.zeros((num_trees, room)), np.ones(num_trees, np.int64)
-
-    def grow(self, i: int, *inputs: object) -> None:
-        """Grow one tree. inputs: of `grow_tree`."""
-        self.counts[i] = grow_tree(*inputs, self.tokens[i], self.parents[i], self.scores[i], self.counts[i])
-
-    def trees(self, grown_ahead: Bools) -> DraftTrees:
-        """Return the nodes that are filled. grown_ahead: of each tree [S]."""
-        is_filled = np.arange(self.tokens.shape[1]) < self.counts[:, None]
-        return DraftTrees(self.counts, self.tokens[is_filled], self.parents[is_filled], self.scores[is_filled], grown_ahead)
-
-
-def kernel_bans(context: DraftContext, has_root: bool = True) -> Bans:
-    """Return what the target cannot draw. has_root: whether the next token is among what is looked up."""
+def kernel_bans(context: DraftContext) -> Bans:
+    """Return what the target cannot draw."""
     bans = bans_of(context)
     tokens, ends = np.array(list(bans.items()), np.int64).T.copy() if bans else NO_BANS
-    bits = np.frombuffer(context.allowed, np.uint8).copy() if context.allowed and has_root else NO_BITS
+    bits = np.frombuffer(context.allowed, np.uint8).copy() if context.allowed else NO_BITS
     return Bans(tokens, ends, bits)

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import cycle, islice
 
 from eyas.config import LookaheadConfig, TreeConfig
-from eyas.drafters.base import DraftContext, DrafterNeeds, Path, drawable, within
+from eyas.drafters.base import DraftContext, DrafterNeeds, drawable, within
 from eyas.drafters.lookup.base import LookupDrafter
 from eyas.drafters.sessions import MemoryLedger
 from eyas.protocol.commit import TreeBudget
@@ -158,12 +158,6 @@ class _Window:
         self._proposed = _ProposedTree(committed, self._last, tree, cells)
         return tree
 
-    def guesses(self, context: DraftContext, budget: TreeBudget) -> DraftTree:
-        """Return the tree of guesses alone, below tokens that are not committed yet."""
-        builder = TreeBuilder(context.tokens[-1], budget.max_depth, drawable(context))
-        self._add_guesses(builder, context.tokens[-1], budget.max_nodes)
-        return builder.build()
-
     def _add_guesses(self, builder: TreeBuilder, root: int, max_nodes: int) -> None:
         """Add the n-grams that begin with the root."""
         for rank, rest in enumerate(self.pool.after(root), 1):
@@ -238,8 +232,5 @@ class LookaheadDrafter(LookupDrafter[_Window]):
         if known and known.memory:
             known.memory.prune(nodes)
 
-    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_Window], paths: Sequence[Path]) -> list[DraftTree]:
-        return [
-            (window.guesses if path else window.tree)(c, within(c.budget, self._tree))
-            for c, window, path in zip(contexts, memories, paths, strict=True)
-        ]
+    def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[_Window]) -> list[DraftTree]:
+        return [window.tree(c, within(c.budget, self._tree)) for c, window in zip(contexts, memories, strict=True)]

@@ -14,7 +14,7 @@ import numpy as np
 
 from eyas.arrays import Ints, Reals
 from eyas.config import PromptLookupConfig, TreeConfig
-from eyas.drafters.base import DraftContext, LocalDrafter, Path
+from eyas.drafters.base import DraftContext, LocalDrafter
 from eyas.drafters.lookup.base import HitRates, MatchDrafter, Matches, Trie, match_steps
 from eyas.drafters.sessions import MemoryLedger
 from eyas.kernels.choice import compiled_or
@@ -57,13 +57,12 @@ class NgramIndex:
                 previous.append(latest.get(ngram, 0))
                 latest[ngram] = place
 
-    def occurrences(self, max_matches: int, path: Path = ()) -> dict[int, int]:
-        """Return places behind earlier occurrences of the last tokens of context and `path`, and how many tokens match
-        there.
+    def occurrences(self, max_matches: int) -> dict[int, int]:
+        """Return places behind earlier occurrences of the last tokens, and how many tokens match there.
 
         Longer matches come first, then later places.
         """
-        ending = (*self.tokens[-self._lengths[-1] :], *path)
+        ending = tuple(self.tokens[-self._lengths[-1] :])
         found: dict[int, int] = {}
         for n, latest, previous in zip(*map(reversed, (self._lengths, self.latest, self.previous_places)), strict=True):
             place = latest.get(ending[-n:], 0) if len(ending) >= n else 0
@@ -100,16 +99,14 @@ class PromptLookupDrafter(MatchDrafter[NgramIndex]):
         super().__init__(MemoryLedger(new_index, config.max_cached_tokens), tree)
         self._config = config
 
-    def _find(self, memories: Sequence[NgramIndex], paths: Sequence[Path], depth: int) -> Matches:
-        found = [index.occurrences(self._config.max_matches, path) for index, path in zip(memories, paths, strict=True)]
+    def _find(self, memories: Sequence[NgramIndex], depth: int) -> Matches:
+        found = [index.occurrences(self._config.max_matches) for index in memories]
         sessions = np.repeat(np.arange(len(found)), [len(each) for each in found])
-        places = np.fromiter(chain.from_iterable(found), np.int64, len(sessions))
         matched = np.fromiter(chain.from_iterable([each.values() for each in found]), np.int64, len(sessions))
-        tokens, lengths = np.empty((len(sessions), depth), np.int64), np.empty(len(sessions), np.int64)
-        owners, distinct = np.array([id(index) for index in memories])[sessions], {id(index): index for index in memories}
-        for owner, index in distinct.items():
-            rows = slice(None) if len(distinct) == 1 else owners == owner
-            tokens[rows], lengths[rows] = index.behind(places[rows], depth)
+        texts = [
+            index.behind(np.fromiter(each, np.int64, len(each)), depth) for index, each in zip(memories, found, strict=True)
+        ]
+        tokens, lengths = (np.concatenate(column) for column in zip(*texts, strict=True))
         ranks = np.concatenate([np.arange(len(each)) for each in found])
         return Matches(sessions, tokens, lengths, MATCH_DECAY**ranks, matched)
 

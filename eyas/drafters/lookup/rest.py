@@ -15,7 +15,6 @@ from eyas.arrays import Ints, Reals
 from eyas.config import DraftingConfig, RestConfig, TreeConfig
 from eyas.config.file_values import get_setting
 from eyas.drafters.base import DraftContext
-from eyas.drafters.base import Path as TokenPath
 from eyas.drafters.lookup.base import MatchDrafter, Matches, Trie, perturbed_log_shares
 from eyas.drafters.lookup.datastore import Datastore, Ranges, open_datastore, vocabulary_digest
 from eyas.drafters.sessions import MemoryLedger
@@ -40,13 +39,10 @@ class _ContextEnd:
         self.tokens: list[int] = []
 
     def extend(self, context: DraftContext) -> None:
-        self.tokens = self.with_path(context.tokens[-self._max_ngram :])
-
-    def with_path(self, path: TokenPath) -> list[int]:
-        """Return the tokens with those of `path` behind them."""
-        unknown = [i for i, token in enumerate(path) if token >= self._store.vocab_size]
-        tokens = [*path[unknown[-1] + 1 :]] if unknown else [*self.tokens, *path]
-        return tokens[-self._max_ngram :]
+        new = context.tokens[-self._max_ngram :]
+        unknown = [i for i, token in enumerate(new) if token >= self._store.vocab_size]
+        tokens = [*new[unknown[-1] + 1 :]] if unknown else [*self.tokens, *new]
+        self.tokens = tokens[-self._max_ngram :]
 
 
 class RestDrafter(MatchDrafter[_ContextEnd]):
@@ -58,12 +54,12 @@ class RestDrafter(MatchDrafter[_ContextEnd]):
         self._config = config
         self._drafting = drafting
 
-    def _find(self, memories: Sequence[_ContextEnd], paths: Sequence[TokenPath], depth: int) -> Matches:
+    def _find(self, memories: Sequence[_ContextEnd], depth: int) -> Matches:
         """Search all lengths of all sessions' ends at once.
 
         Takes at most `max_matches` of each session, evenly spaced among the suffixes that match.
         """
-        ends = [end.with_path(path) for end, path in zip(memories, paths, strict=True)]
+        ends = [end.tokens for end in memories]
         max_ngram = self._config.max_ngram
         wanted_K = np.arange(max_ngram, self._config.min_ngram - 1, -1)
         known_S = np.array([len(end) for end in ends])

@@ -19,7 +19,7 @@ import numpy as np
 
 from eyas.arrays import Reals
 from eyas.config import SuffixConfig, TreeConfig
-from eyas.drafters.base import DraftContext, Path
+from eyas.drafters.base import DraftContext
 from eyas.drafters.lookup.base import HitRates, MatchDrafter, Matches, Trie, match_steps
 from eyas.drafters.sessions import MemoryLedger
 
@@ -153,9 +153,8 @@ class SuffixDrafter(MatchDrafter[SuffixSession]):
         self._config = config
         self.outputs = TenantOutputs(config.min_ngram, config.max_output_tokens)
 
-    def _find(self, memories: Sequence[SuffixSession], paths: Sequence[Path], depth: int) -> Matches:
-        ends = zip(memories, paths, strict=True)
-        found = [(row, *match) for row, end in enumerate(ends) for match in self._matches(*end, depth)]
+    def _find(self, memories: Sequence[SuffixSession], depth: int) -> Matches:
+        found = [(row, *match) for row, memory in enumerate(memories) for match in self._matches(memory, depth)]
         sessions, matched, ranks = np.array([match[:3] for match in found], np.int64).reshape(-1, 3).T
         counts = np.array([len(following) for *_, following in found], np.int64)
         tokens = np.zeros((len(found), depth), np.int64)
@@ -173,10 +172,10 @@ class SuffixDrafter(MatchDrafter[SuffixSession]):
         if memory.output is not None:
             self.outputs.add(memory.tenant, memory.text.tokens[memory.output :])
 
-    def _matches(self, memory: SuffixSession, path: Path, depth: int) -> list[tuple[int, int, list[int]]]:
+    def _matches(self, memory: SuffixSession, depth: int) -> list[tuple[int, int, list[int]]]:
         """Return the longest matches of a session: how many tokens match, how many lengths are longer, and what follows."""
         most = self._config.max_matches
-        ending = [*memory.text.tokens[-self._config.max_ngram :], *path][-self._config.max_ngram :]
+        ending = memory.text.tokens[-self._config.max_ngram :]
         found: list[tuple[int, list[int]]] = []
         for index in (memory.text, *self.outputs.of(memory.tenant)):
             for place in islice(index.places(ending), SCANNED_PLACES * most):
@@ -184,7 +183,7 @@ class SuffixDrafter(MatchDrafter[SuffixSession]):
                 if following:
                     found.append((index.match_length(place, ending, len(ending)), following))
         found = sorted(found, key=lambda match: -match[0])[:most]
-        if found and not path:
+        if found:
             memory.guessed(found[0][0], found[0][1][0])
         ranks = {length: rank for rank, length in enumerate(dict.fromkeys(length for length, _ in found))}
         return [(length, ranks[length], following) for length, following in found]

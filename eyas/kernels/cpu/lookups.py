@@ -56,9 +56,9 @@ class Bans(NamedTuple):
 
 
 @kernel(error_model="numpy")
-def _find_entry(ngrams, number, mixed, tokens, end):
-    """Return the place at which the table has the n-gram of a length that ends in `tokens` before `end`, or the empty entry
-    where it belongs.
+def _find_entry(ngrams, number, mixed, end):
+    """Return the place at which the table has the n-gram of a length that ends before `end`, or the empty entry where it
+    belongs.
 
     Args:
         number: of the length.
@@ -71,7 +71,7 @@ def _find_entry(ngrams, number, mixed, tokens, end):
         # An entry is end * count + number of the length, so that one table serves all lengths; 0 is empty.
         place, i = ngrams.table[at] // count, 1
         if ngrams.table[at] - place * count == number:
-            while i <= n and ngrams.text[place - i] == tokens[end - i]:
+            while i <= n and ngrams.text[place - i] == ngrams.text[end - i]:
                 i += 1
             if i > n:
                 break
@@ -99,7 +99,7 @@ def extend_ngrams(ngrams, size, tokens):
             mixed = (mixed ^ (text[size - n] + 1)) * MIX
             number = n - ngrams.shortest
             if number >= 0:
-                at = _find_entry(ngrams, number, mixed, text, size)
+                at = _find_entry(ngrams, number, mixed, size)
                 # The entry now names the newest occurrence; `previous` chains it to the one before.
                 ngrams.previous[size - 1, number] = ngrams.table[at] // count
                 ngrams.table[at] = size * count + number
@@ -114,27 +114,26 @@ def move_entries(ngrams, entries):
             place, number, mixed = entry // count, entry % count, ngrams.seed
             for n in range(1, ngrams.shortest + number + 1):
                 mixed = (mixed ^ (ngrams.text[place - n] + 1)) * MIX
-            ngrams.table[_find_entry(ngrams, number, mixed, ngrams.text, place)] = entry
+            ngrams.table[_find_entry(ngrams, number, mixed, place)] = entry
 
 
 @kernel(error_model="numpy")
-def _find_matches(ngrams, size, ending, length, places, numbers):
-    """Write the best matches of the last `length` tokens of `ending`, see `NgramIndex.occurrences`, to places and numbers
-    [M].
+def _find_matches(ngrams, size, places, numbers):
+    """Write the best matches of the last tokens, see `NgramIndex.occurrences`, to places and numbers [M].
 
     numbers: of their lengths. Returns how many there are.
     """
-    count, shortest = ngrams.previous.shape[1], ngrams.shortest
-    hashes, longest, mixed, found, end = np.empty(count, np.int64), 0, ngrams.seed, 0, len(ending)
-    for n in range(1, min(length, shortest + count - 1) + 1):
-        mixed = (mixed ^ (ending[end - n] + 1)) * MIX
+    count, shortest, text = ngrams.previous.shape[1], ngrams.shortest, ngrams.text
+    hashes, longest, mixed, found = np.empty(count, np.int64), 0, ngrams.seed, 0
+    for n in range(1, min(size, shortest + count - 1) + 1):
+        mixed = (mixed ^ (text[size - n] + 1)) * MIX
         if n >= shortest:
             hashes[n - shortest] = mixed
             longest = n
     # The longest lengths first, and of each length the newest occurrence first, along the chain.
     for n in range(longest, shortest - 1, -1):
         number = n - shortest
-        place = ngrams.table[_find_entry(ngrams, number, hashes[number], ending, end)] // count
+        place = ngrams.table[_find_entry(ngrams, number, hashes[number], size)] // count
         while place and found < len(places):
             # A longer match that ends here was taken already. At `size` nothing follows.
             is_new = place < size
@@ -148,8 +147,8 @@ def _find_matches(ngrams, size, ending, length, places, numbers):
 
 
 @kernel(error_model="numpy")
-def _num_drawable(text, place, most, bans, depth):
-    """Return how many of the next `most` tokens from a place on the target can draw, `depth` levels below the root."""
+def _num_drawable(text, place, most, bans):
+    """Return how many of the next `most` tokens from a place on the target can draw below the root."""
     # Only the first level has a mask of allowed tokens, one bit each; deeper levels have single bans.
     if len(bans.allowed) and most:
         token = text[place]
@@ -157,28 +156,27 @@ def _num_drawable(text, place, most, bans, depth):
             return 0
     for d in range(most):
         for b in range(len(bans.tokens)):
-            if bans.tokens[b] == text[place + d] and bans.ends[b] > depth + d:
+            if bans.tokens[b] == text[place + d] and bans.ends[b] > d:
                 return d
     return most
 
 
 @kernel(error_model="numpy")
-def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, tokens, parents, scores, count):
-    """Put what followed the last `length` tokens of `ending` below a node of a tree, as nodes from `count` on.
+def grow_tree(ngrams, size, bans, limit, levels, tokens, parents, scores):
+    """Put what followed the last tokens below a root: its nodes in order [K], parents by number with the root as 0.
 
-    Returns how many nodes the tree has then.
+    Returns how many nodes there are.
 
     Args:
         limit, levels: most nodes and levels.
-        depth: of the node.
     """
     most, text = len(ngrams.weights), ngrams.text
     places, numbers, lengths = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
-    found = _find_matches(ngrams, size, ending, length, places, numbers) if levels > 0 else 0
+    found = _find_matches(ngrams, size, places, numbers) if levels > 0 else 0
     if not found:
-        return count
+        return 0
     for m in range(found):
-        lengths[m] = _num_drawable(text, places[m], min(size - places[m], levels), bans, depth)
+        lengths[m] = _num_drawable(text, places[m], min(size - places[m], levels), bans)
     # Log of the rate at which the longest match of a length was right so far, with a prior.
     log_rates = np.empty(len(ngrams.hits), np.float64)
     for n in range(len(log_rates)):
@@ -188,76 +186,17 @@ def _grow_below(ngrams, size, bans, ending, length, limit, levels, depth, node, 
     own_tokens, own_parents, own_scores = np.empty(room, np.int64), np.empty(room, np.int64), np.empty(room, np.float64)
     inputs = places, lengths, ngrams.weights, numbers, log_rates, order, levels
     num = _build_trie(text, *inputs, own_tokens, own_parents, own_scores)
-    is_taken, names = np.empty(num, np.bool_), np.empty(num + 1, np.int64)
+    is_taken, names, count = np.empty(num, np.bool_), np.zeros(num + 1, np.int64), 0
     # Rounded as the plain way does, which keeps scores in float32: ties must fall the same way.
     for i in range(num):
         own_scores[i] = np.float64(np.float32(own_scores[i]))
     take_best(own_scores, num, limit, is_taken)
     # Parents come before children, so a taken node finds the number of its parent in `names`.
-    names[0] = node
     for i in range(num):
         if is_taken[i]:
-            tokens[count], parents[count] = own_tokens[i], names[own_parents[i]]
-            scores[count] = scores[node] + own_scores[i]
-            names[i + 1] = count
+            tokens[count], parents[count], scores[count] = own_tokens[i], names[own_parents[i]], own_scores[i]
             count += 1
-    return count
-
-
-@kernel(error_model="numpy")
-def _find_leaves(parents, scores, count, max_depth, depths, leaves):
-    """Write the best leaves above `max_depth` levels, to leaves; the depth of each node, to depths. Returns how many
-    leaves.
-    """
-    is_inner, found = np.zeros(count, np.bool_), 0
-    for node in range(1, count):
-        depths[node] = depths[parents[node]] + 1
-        is_inner[parents[node]] = True
-    for node in range(1, count):
-        if is_inner[node] or depths[node] >= max_depth:
-            continue
-        # Insertion into a short list, the best first: `leaves` has room for a few.
-        place = found
-        while place and scores[leaves[place - 1]] < scores[node]:
-            if place < len(leaves):
-                leaves[place] = leaves[place - 1]
-            place -= 1
-        if place < len(leaves):
-            leaves[place] = node
-            found = min(found + 1, len(leaves))
-    return found
-
-
-@kernel(error_model="numpy")
-def grow_tree(ngrams, size, bans, path, leaves, limit, levels, max_depth, tokens, parents, scores, count):
-    """Grow a tree [K] of `count` nodes below its best leaves, or a root alone. Returns how many nodes it has then.
-
-    Args:
-        path: tokens behind the text, up to the root of the tree.
-        leaves: room for those that are continued.
-        limit, levels: most nodes and levels below a leaf.
-        max_depth: most levels of the tree.
-    """
-    depths, num_leaves = np.zeros(count, np.int64), 1
-    leaves[0] = 0
-    if count > 1:
-        num_leaves = _find_leaves(parents, scores, count, max_depth, depths, leaves)
-    ending = np.empty(ngrams.shortest + ngrams.previous.shape[1] - 1, np.int64)
-    for leaf in leaves[:num_leaves]:
-        length, node = 0, leaf  # the ending is written from its end
-        # First the path from the root of the tree to the leaf, then the tokens before the root.
-        while node and length < len(ending):
-            length += 1
-            ending[len(ending) - length] = tokens[node]
-            node = parents[node]
-        for place in range(len(path) - 1, -size - 1, -1):
-            if length == len(ending):
-                break
-            length += 1
-            ending[len(ending) - length] = path[place] if place >= 0 else ngrams.text[size + place]
-        room = min(levels, max_depth - depths[leaf])
-        inputs = bans, ending, length, limit, room, depths[leaf], leaf
-        count = _grow_below(ngrams, size, *inputs, tokens, parents, scores, count)
+            names[i + 1] = count
     return count
 
 
@@ -326,13 +265,13 @@ def _build_trie(text, places, lengths, weights, numbers, log_rates, order, level
 @cache
 def compile_kernels() -> None:
     """Compile the kernels of lookups, once for each installation; other processes and later ones load the result."""
-    ids, reals, nodes = int64[::1], float64[::1], (int64[::1], int64[::1], float64[::1])
+    ids, reals = int64[::1], float64[::1]
     ngrams = types.NamedTuple([ids, int64[:, ::1], ids, reals, reals, reals, reals, int64, int64], Ngrams)
     bans = types.NamedTuple([ids, ids, uint8[::1]], Bans)
     compile_all(
         {
             extend_ngrams: (ngrams, int64, ids),
             move_entries: (ngrams, ids),
-            grow_tree: (ngrams, int64, bans, ids, ids, int64, int64, int64, *nodes, int64),
+            grow_tree: (ngrams, int64, bans, int64, int64, ids, ids, reals),
         }
     )

@@ -1,29 +1,25 @@
 """A combined drafter proposes the best of both sides, and resyncs a side that dropped a session without the other."""
 
 import json
-import math
 from collections.abc import Sequence
 from functools import partial
 
 import pytest
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from eyas.api.request import SamplingParams
-from eyas.config import CombinedConfig, DraftingConfig, LookaheadConfig, PromptLookupConfig, SuffixConfig, TreeConfig
+from eyas.config import CombinedConfig, DraftingConfig, PromptLookupConfig, TreeConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, DraftWork, LocalDrafter
 from eyas.drafters.combined import CombinedDrafter, merge_trees
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
-from eyas.drafters.lookup.lookahead import LookaheadDrafter
 from eyas.drafters.lookup.prompt_lookup import PromptLookupDrafter
-from eyas.drafters.lookup.suffix import SuffixDrafter
 from eyas.drafters.registry import DEFAULT_NUM_STEPS
 from eyas.errors import ConfigError
 from eyas.kernels.plain import trees as plain_trees
 from eyas.llm import LLM
-from eyas.protocol.commit import KnownLogitBias, ResyncRequired, TreeBudget
+from eyas.protocol.commit import ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.drafters.combined.naive_combined import naive_merge
 from tests.drafters.test_contract import commit as fed_commit
@@ -196,46 +192,6 @@ def test_each_part_gets_features_from_its_own_position(tiny_target: str, tiny_he
     assert isinstance(healed, DraftTree)
     assert isinstance(alone, DraftTree)
     assert set(alone.tokens) <= set(healed.tokens)
-
-
-@pytest.mark.parametrize("name", ["prompt_lookup", "suffix", "lookahead"])
-def test_a_lookup_continues_what_is_not_committed(name: str) -> None:
-    text, path = [1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 9, 1, 9, 2], (3, 4)
-    drafters = {
-        "prompt_lookup": PromptLookupDrafter(TreeConfig(12, 9), PromptLookupConfig(min_ngram=2)),
-        "suffix": SuffixDrafter(TreeConfig(12, 9), SuffixConfig()),
-        "lookahead": LookaheadDrafter(TreeConfig(12, 9), LookaheadConfig(ngram_size=4)),
-    }
-    context = commit("a", text, budget=TreeBudget(12, 5))
-    drafters[name].propose([context])
-    (below,) = drafters[name].continue_paths([context], [path])
-    assert below.tokens == (4, 5, 6, 7), "three levels are left below the path"
-    assert below.depth == 3
-    bans = (KnownLogitBias(5, -math.inf, 2), KnownLogitBias(6, -math.inf, 4))
-    (below,) = drafters[name].continue_paths([context._replace(logit_biases=bans)], [path])
-    assert below.tokens == (4, 5), "bans count from the root"
-    assert drafters[name].continue_paths([commit("unknown", text)], [path]) == [DraftTree.root_only(4)]
-
-
-def test_the_leaves_of_a_head_are_continued(tiny_target: str, tiny_head: str) -> None:
-    """The tiny head drafts two levels; below its leaves stands what followed them in the text."""
-    eagle = DraftHead(tiny_head, "eagle3").build_drafter(
-        tiny_target, "float32", "cpu", TreeConfig(6, 2, 2), DraftingConfig(max_kv_tokens=512)
-    )
-    (alone,) = eagle.propose([fed_commit("a", 8)])
-    assert isinstance(alone, DraftTree)
-    leaf = max((node for node in range(len(alone)) if alone.depths[node] == 2), key=lambda node: alone.log_probs[node])
-    path = [alone.tokens[node] for node in alone.path(leaf)[1:]]
-    start = fed_commit("b", 8)
-    context = start._replace(tokens=(*path, 33, 34, *start.tokens), budget=TreeBudget(24, 6), wants_sources=True)
-    context = context._replace(features=torch.cat([torch.zeros(4, 32), start.features]))
-    lookup = PromptLookupDrafter(TreeConfig(24, 6), PromptLookupConfig(min_ngram=2))
-    (tree,) = CombinedDrafter(eagle, lookup, TreeConfig(24, 6), CombinedConfig()).propose([context])
-    assert isinstance(tree, DraftTree)
-    tree.validate(start.tokens[-1], 48, 24, 6)
-    ends = [node for node in range(len(tree)) if [tree.tokens[n] for n in tree.path(node)[1:]] == [*path, 33, 34]]
-    assert ends, "what followed the leaf's path stands below it"
-    assert [tree.sources[node] for node in tree.path(ends[0])] == [0, 1, 1, 2, 2]
 
 
 def test_lookups_are_as_deep_as_trees_have_nodes(tiny_target: str, tiny_head: str) -> None:
