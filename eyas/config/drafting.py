@@ -11,7 +11,7 @@ from eyas.errors import ConfigError
 
 TreeChoices = tuple[tuple[int, ...], ...]
 TreeShape = Literal["static", "dynamic"]
-DraftAheadMode = Literal["", "auto", "always", "never"]
+DraftAheadMode = Literal["", "always", "never"]
 DraftQuantization = Literal["", "none", "fp8", "int8"]
 # features: the target's, of committed positions. samples: the target's, at every node of the last tree.
 # prompt: one that resembles what follows it.
@@ -116,8 +116,8 @@ class DraftAheadConfig:
         num_candidates: children kept for each node.
         num_steps: greatest depth below the last committed token, including the tree under verification.
         miss_steps: most levels of a tree on demand, whose commit was not foreseen.
-        mode: "auto" drafts ahead while sessions get more tokens per second that way, and tries it now and then. Empty is
-            "auto" on a GPU, also an emulated one, and "never" on a CPU.
+        mode: whether to do it. Empty is "always" on a GPU, also an emulated one, and "never" on a CPU, whose cores a draft
+            service mostly shares.
     """
 
     top_k: int = 128

@@ -13,13 +13,12 @@ from functools import partial
 
 import torch
 
-from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig, TreeConfig
+from eyas.config import DraftingConfig, MethodsConfig, TreeConfig
 from eyas.config.drafting import METHOD_FACTS, MTP, split_method
 from eyas.config.file_values import get_setting
 from eyas.config.mtp_layouts import find_modules, num_layers_of
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.eagle import NUM_GROWN_SLOTS
-from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import LocalDrafter
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.combined import CombinedDrafter
@@ -83,21 +82,12 @@ class DrafterParts:
         num_steps = min(self.drafting.max_head_steps or self.tree.num_steps, self.tree.num_steps)
         return replace(self.tree, num_steps=num_steps)
 
-    def with_ahead(self, drafter: EagleDrafter) -> LocalDrafter:
-        """Return the drafter, drafting ahead if the settings ask for it, or if that may pay.
-
-        Without settings it may pay on a GPU, also an emulated one. Draft services on a CPU mostly share its cores.
-        """
-        if self.ahead_mode == "never":
-            return drafter
-        return DraftAheadDrafter(drafter, self.drafting.draft_ahead, Trial() if self.ahead_mode == "auto" else None)
-
     @property
-    def ahead_mode(self) -> DraftAheadMode:
-        """Return whether to draft ahead: never, always, or where it pays."""
-        has_gpu = torch.device(self.device).type != "cpu" or self.drafting.emulated_device
-        mode = self.drafting.draft_ahead.mode or ("auto" if has_gpu else "never")
-        return "never" if mode == "auto" and not self.has_idle_time else mode
+    def drafts_ahead(self) -> bool:
+        """Return whether trees grow while the target verifies: as the settings say, or else in a draft service on a GPU."""
+        has_gpu = torch.device(self.device).type != "cpu" or bool(self.drafting.emulated_device)
+        mode = self.drafting.draft_ahead.mode
+        return has_gpu and self.has_idle_time if not mode else mode == "always"
 
     def capture(self) -> Capture | None:
         """Return how to capture trees as CUDA graphs; None if that is impossible or switched off."""
@@ -148,24 +138,23 @@ def _load_eagle(parts: DrafterParts, kind: Kind) -> EagleHead:
 
 
 def _build_dynamic_eagle(kind: Kind, parts: DrafterParts) -> LocalDrafter:
-    is_ahead = parts.ahead_mode != "never"
-    num_grown_slots = NUM_GROWN_SLOTS if is_ahead else 0
+    num_grown_slots = NUM_GROWN_SLOTS if parts.drafts_ahead else 0
     head, capture = _load_eagle(parts, kind), parts.capture()
     drafter = EagleDrafter(head, parts.head_tree, parts.drafting, capture=capture, num_grown_slots=num_grown_slots)
-    return parts.with_ahead(drafter) if is_ahead else drafter
+    return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if parts.drafts_ahead else drafter
 
 
 def _build_mtp(parts: DrafterParts) -> LocalDrafter:
     quantization = parts.drafting.quantization
     head = load_mtp_head(parts.head, parts.target, parts.dtype, parts.device, parts.wiring, quantization)
     why_not_ahead = "attention slides" if head.has_window else "there are several modules" if head.num_modules > 1 else ""
-    if parts.ahead_mode == "always" and why_not_ahead:
+    if parts.drafting.draft_ahead.mode == "always" and why_not_ahead:
         log.warning("%s: %s, so that trees do not grow ahead", parts.head, why_not_ahead)
-    is_ahead = parts.ahead_mode != "never" and not why_not_ahead
+    is_ahead = parts.drafts_ahead and not why_not_ahead
     # a graph cannot be captured if the host waits to see which experts the rows take
     capture = None if head.has_experts or head.num_modules > 1 else parts.capture()
     drafter = MtpDrafter(head, parts.head_tree, parts.drafting, capture, NUM_GROWN_SLOTS if is_ahead else 0)
-    return parts.with_ahead(drafter) if is_ahead else drafter
+    return DraftAheadDrafter(drafter, parts.drafting.draft_ahead) if is_ahead else drafter
 
 
 def _mtp_num_steps(head: Checkpoint, tree: TreeConfig) -> int:

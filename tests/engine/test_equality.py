@@ -13,7 +13,6 @@ import torch
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, TreeConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
-from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import Drafter
 from eyas.emulation.device import Clock
 from eyas.engine.build import assemble_engine
@@ -120,7 +119,7 @@ def test_adaptive_trees_drafted_ahead_change_no_token(tiny_target: str, tiny_hea
     name = "eagle3-ahead"
     ahead = case_of(name, tiny_target, tiny_head).drafter(TREE)
     assert isinstance(ahead, DraftAheadDrafter)
-    drafter = WorkingDrafter(DraftAheadDrafter(ahead.drafter, DraftAheadConfig(6, 16, 7), Trial()))
+    drafter = WorkingDrafter(DraftAheadDrafter(ahead.drafter, DraftAheadConfig(6, 16, 7)))
     engine = make_engine(drafter, tiny_target, tiny_head, name, UnevenClock(4), draft_budget="adaptive")
     requests = [
         Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=24))

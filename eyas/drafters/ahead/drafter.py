@@ -7,7 +7,6 @@ when there is time or when a tree has to be grown on demand.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,6 @@ import torch
 
 from eyas.config import DraftAheadConfig
 from eyas.drafters.ahead.eagle import AheadTrees
-from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import (
     Draft,
     DraftContext,
@@ -27,7 +25,6 @@ from eyas.drafters.base import (
     within,
 )
 from eyas.drafters.eagle import EagleDrafter
-from eyas.errors import ConfigError
 from eyas.protocol.commit import NO_TREE
 from eyas.protocol.tree import DraftTree, PreparedTree
 
@@ -38,16 +35,12 @@ class _AheadSession:
 
     Attributes:
         last: its latest commit.
-        asked: when that came, if a tree is the answer to it.
-        block: of the trial, for the answer.
         backlog: the commits that the drafter has not received.
         path: the tokens committed since a tree grows.
         is_prepared: whether one does.
     """
 
     last: DraftContext
-    asked: float | None = None
-    block: int = 0
     backlog: list[DraftContext] = field(default_factory=list)
     path: tuple[int, ...] = ()
     is_prepared: bool = False
@@ -58,27 +51,14 @@ class _AheadSession:
 
 
 class DraftAheadDrafter(LocalDrafter):
-    """An EAGLE drafter that prepares for the next commits whenever `draft_ahead` is called.
+    """An EAGLE drafter that prepares for the next commits whenever `draft_ahead` is called."""
 
-    Raises ConfigError for more candidates than the draft vocabulary has tokens, without a trial.
-
-    Args:
-        trial: decides when to draft ahead, with at most the draft vocabulary's candidates; None always does.
-    """
-
-    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig, trial: Trial | None = None) -> None:
-        if config.num_candidates > len(drafter.draft_ids):
-            if trial is None:
-                raise ConfigError(
-                    f"draft_ahead.num_candidates is {config.num_candidates}, but the draft vocabulary has "
-                    f"{len(drafter.draft_ids)} tokens; set at most these"
-                )
-            config = replace(config, num_candidates=len(drafter.draft_ids))
+    def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
         self.drafter = drafter
-        self.ahead = AheadTrees(drafter, config)
+        num_candidates = min(config.num_candidates, len(drafter.draft_ids))
+        self.ahead = AheadTrees(drafter, replace(config, num_candidates=num_candidates))
         self.sessions: dict[str, _AheadSession] = {}
         self._due: dict[str, None] = {}
-        self._trial = trial
 
     @property
     def needs(self) -> DrafterNeeds:
@@ -96,39 +76,6 @@ class DraftAheadDrafter(LocalDrafter):
         self.drafter.warm_up()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        began = self._now()
-        self._observe(contexts, began)
-        if self._is_ahead:
-            return self._propose_ahead(contexts, began)
-        whole = [self._with_backlog(context) for context in contexts]
-        whole = [c._replace(budget=NO_TREE) if c.has_tree else c for c in whole]
-        drafts = self.drafter.propose(whole)
-        self._drop_evicted()
-        self._note(contexts, drafts, began)
-        return drafts
-
-    @property
-    def _is_ahead(self) -> bool:
-        return self._trial is None or self._trial.is_on
-
-    def _observe(self, contexts: Sequence[DraftContext], now: float) -> None:
-        """Take in what sessions have committed since their last answers."""
-        for context in contexts:
-            session = self.sessions.get(context.session)
-            if not session or session.asked is None or not session.continues_with(context):
-                continue
-            seconds, load = now - session.asked, len(self.sessions)
-            if self._trial and self._trial.observe(session.block, len(context.tokens), seconds, load):
-                self.stop()
-
-    def stop(self) -> None:
-        """Forget what is prepared."""
-        self._due = {}
-        self.ahead.release(list(self.sessions))
-        for session in self.sessions.values():
-            session.path, session.is_prepared = (), False
-
-    def _propose_ahead(self, contexts: Sequence[DraftContext], began: float) -> list[Draft]:
         drafts: list[Draft] = list(self._take_ahead(contexts))
         missing = [i for i, draft in enumerate(drafts) if draft is None]
         paths = {i: self._path(contexts[i]) for i in missing}
@@ -142,43 +89,21 @@ class DraftAheadDrafter(LocalDrafter):
             drafts[i] = draft
         if missing:
             self._drop_evicted()
-        self._due |= dict.fromkeys(self._note(contexts, drafts, began))
-        return drafts
-
-    def _note(self, contexts: Sequence[DraftContext], drafts: Sequence[Draft], began: float) -> list[str]:
-        """Note the answers that are trees, for the trial. Returns their sessions."""
-        noted = list[str]()
         for context, draft in zip(contexts, drafts, strict=True):
-            if not isinstance(draft, DraftTree) or context.proposal != "deterministic":
-                continue
-            if draft.num_drafted or context.has_tree:
-                session = self.sessions[context.session]
-                session.asked, session.block = began, self._trial.stamp(context.session) if self._trial else 0
-                noted.append(context.session)
-        return noted
+            has_tree = isinstance(draft, DraftTree) and (draft.num_drafted > 0 or context.has_tree)
+            if has_tree and context.proposal == "deterministic":
+                self._due[context.session] = None
+        return drafts
 
     def release(self, sessions: Sequence[str]) -> None:
         for key in sessions:
             self.sessions.pop(key, None)
             self._due.pop(key, None)
-        if self._trial:
-            self._trial.release(sessions)
         self.ahead.release(sessions)
         self.drafter.release(sessions)
 
     @torch.inference_mode()
     def draft_ahead(self) -> bool:
-        if not self._is_ahead:
-            return False
-        try:
-            return self._go_on()
-        except Exception:
-            if self._trial:
-                self._trial.fail()
-            raise
-
-    def _go_on(self) -> bool:
-        """Prepare more; see `draft_ahead`."""
         device = self.drafter.device
         with device.labelled("grow") if device else nullcontext():
             self.ahead.collect()  # the pass of the call before, which the device has done by now
@@ -200,9 +125,6 @@ class DraftAheadDrafter(LocalDrafter):
     def busy_s(self) -> float:
         return self.drafter.busy_s
 
-    def _now(self) -> float:
-        return self.drafter.device.clock() if self.drafter.device else time.perf_counter()
-
     def _take_ahead(self, contexts: Sequence[DraftContext]) -> list[DraftTree | None]:
         """Return the trees that are ready for the contexts' last tokens."""
         found: list[DraftTree | None] = [None] * len(contexts)
@@ -215,7 +137,7 @@ class DraftAheadDrafter(LocalDrafter):
                 places.append(i)
             elif context.has_tree and not wants_tree:  # not waited for: it joins the next pass of commits
                 found[i] = DraftTree.root_only(context.tokens[-1])
-                session.path, session.last, session.asked = (*session.path, *context.tokens), context, None
+                session.path, session.last = (*session.path, *context.tokens), context
                 session.backlog.append(context)
         if not places:
             return found
@@ -225,7 +147,7 @@ class DraftAheadDrafter(LocalDrafter):
         for i, session, path, tree in zip(places, sessions, paths, self.ahead.trees(within_tree, paths), strict=True):
             found[i] = tree
             if tree is not None:
-                session.path, session.last, session.asked = path, contexts[i], None
+                session.path, session.last = path, contexts[i]
                 session.backlog.append(contexts[i])
         return found
 

@@ -13,14 +13,12 @@ from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.eagle import NUM_GROWN_SLOTS
 from eyas.drafters.ahead.grown_tree import GrownTree
-from eyas.drafters.ahead.trial import Trial
 from eyas.drafters.base import LocalDrafter, PreparedTrees
 from eyas.drafters.block import BlockDrafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
 from eyas.emulation.costs import flat
 from eyas.emulation.device import EmulatedDevice, VirtualClock
-from eyas.errors import ConfigError
 from eyas.kernels.by_device import MAX_SORTED
 from eyas.models.heads.eagle import load_head
 from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
@@ -329,12 +327,10 @@ def test_a_sampled_proposal_is_never_taken_from_a_grown_tree(tiny_target: str, t
     assert not drawn.grown_ahead
 
 
-def test_more_children_than_the_head_knows_tokens_are_refused(tiny_target: str, tiny_head: str) -> None:
-    eagle = DraftingConfig(draft_ahead=DraftAheadConfig(top_k=4, num_candidates=4000, mode="always"))
-    with pytest.raises(ConfigError, match=r"ahead\.num_candidates is 4000"):
-        DraftHead(tiny_head, "eagle3").build_drafter(tiny_target, "float32", "cpu", SHAPE, eagle)
-    by_itself = DraftAheadDrafter(make(tiny_target, tiny_head), eagle.draft_ahead, Trial())
-    assert by_itself.propose([session("a", 9, NOISES[1])]), "a default is no setting of the user's"
+def test_a_node_has_no_more_children_than_the_head_knows(tiny_target: str, tiny_head: str) -> None:
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), replace(AHEAD, num_candidates=4000))
+    assert drafter.propose([session("a", 9, NOISES[1])])
+    assert drafter.ahead.grown["a"].candidates.shape[1] == len(drafter.drafter.draft_ids)
 
 
 def last_of(drafter: LocalDrafter, contexts: Sequence[Commit[torch.Tensor]]) -> list[DraftTree]:

@@ -236,9 +236,9 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
 
 
 def test_the_defaults_of_a_gpu_change_no_token(tiny_target: str, tiny_head: str) -> None:
-    """The defaults on a GPU: adaptive trees, drafted ahead where that pays. Both depend on time, and no token does."""
+    """The defaults on a GPU: adaptive trees, drafted ahead. Both depend on time, and no token does."""
     method, head = "eagle3", tiny_head
-    drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode="auto"))
+    drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode="always"))
     drafter = DraftHead(head, method).build_drafter(tiny_target, "float32", "cpu", TREE, drafting, has_idle_time=True)
     assert isinstance(drafter, DraftAheadDrafter)
     needs, fuser = drafter.needs, DraftHead(head, method).build_fuser(tiny_target, "float32", "cpu")

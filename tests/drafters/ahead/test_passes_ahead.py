@@ -1,9 +1,7 @@
-"""Whether to draft ahead, decided by the tokens per second of sessions; and drafters that change between both ways."""
+"""Which drafters draft ahead, what their passes run and send, and what is left of a pass that fails."""
 
 import json
-import random
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +15,6 @@ from eyas.drafters.ahead import eagle as eagle_ahead
 from eyas.drafters.ahead import grown_tree
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.grown_tree import GrownTree
-from eyas.drafters.ahead.trial import Trial
-from eyas.drafters.base import PreparedTrees
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import DrafterParts
 from eyas.drafters.trees.rows import GrownRows
@@ -43,156 +39,24 @@ from tests.drafters.ahead.test_draft_ahead import (
 
 
 @pytest.mark.parametrize(
-    ("mode", "device", "has_idle_time", "kind"),
+    ("mode", "device", "has_idle_time", "expected"),
     [
-        ("", "cuda", True, DraftAheadDrafter),
-        ("", "cuda", False, EagleDrafter),
-        ("", "cpu", True, EagleDrafter),
-        ("auto", "cpu", True, DraftAheadDrafter),
-        ("auto", "cpu", False, EagleDrafter),
-        ("always", "cpu", False, DraftAheadDrafter),
-        ("never", "cuda", True, EagleDrafter),
+        ("", "cuda", True, True),
+        ("", "cuda", False, False),
+        ("", "cpu", True, False),
+        ("always", "cpu", False, True),
+        ("never", "cuda", True, False),
     ],
 )
-def test_draft_services_on_gpus_try_it_by_default(
-    mode: DraftAheadMode, device: str, has_idle_time: bool, kind: type, tiny_target: str, tiny_head: str
+def test_draft_services_on_gpus_draft_ahead_by_default(
+    mode: DraftAheadMode, device: str, has_idle_time: bool, expected: bool, tiny_target: str, tiny_head: str
 ) -> None:
     drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode=mode))
-    parts = DrafterParts(
-        Checkpoint(tiny_target),
-        Checkpoint(tiny_head),
-        "float32",
-        device,
-        SHAPE,
-        drafting,
-        MethodsConfig(),
-        has_idle_time=has_idle_time,
-    )
-    assert type(parts.with_ahead(make(tiny_target, tiny_head))) is kind
-
-
-def test_an_emulated_gpu_tries_it_by_default_too(tiny_target: str, tiny_head: str) -> None:
-    drafting = DraftingConfig(2048, emulated_device="eagle3-8b@h200")
     target, head = Checkpoint(tiny_target), Checkpoint(tiny_head)
-    parts = DrafterParts(target, head, "float32", "cpu", SHAPE, drafting, MethodsConfig(), has_idle_time=True)
-    assert parts.ahead_mode == "auto"
-    assert replace(parts, has_idle_time=False).ahead_mode == "never"
-
-
-class Served:
-    """Sessions that get 4.5 tokens a commit. A commit takes a second, or less where drafting ahead gains."""
-
-    def __init__(self, gain: float, num_sessions: int = 1) -> None:
-        self.trial, self.gain, self.names = Trial(), gain, [f"{i}" for i in range(num_sessions)]
-        self.seconds = 0.0
-        self._rng = random.Random(7)
-
-    def run(self, num_commits: int) -> list[bool]:
-        """Whether the drafter drafts ahead, commit by commit."""
-        modes = []
-        for _ in range(num_commits // len(self.names)):
-            for name in self.names:
-                seconds = 1 / self.gain if self.trial.is_on else 1.0
-                modes.append(self.trial.is_on)
-                stamp, num_tokens = self.trial.stamp(name), min(max(round(self._rng.gauss(4.5, 2.0)), 1), 9)
-                self.seconds += seconds
-                self.trial.observe(stamp, num_tokens, seconds, len(self.names))
-        return modes
-
-
-@pytest.mark.parametrize("num_sessions", [1, 8])
-@pytest.mark.parametrize(("gain", "is_ahead"), [(1.25, True), (0.8, False)])
-def test_the_better_way_is_found_and_kept(gain: float, is_ahead: bool, num_sessions: int) -> None:
-    served = Served(gain, num_sessions)
-    modes = served.run(4000)
-    assert modes[0] is False, "it begins without"
-    assert True in modes, "both are tried"
-    assert set(modes[400:2000]) == {is_ahead}
-    assert modes.count(is_ahead) > 0.93 * len(modes)
-
-
-def test_ways_are_compared_ever_more_rarely() -> None:
-    served = Served(1.25)
-    modes = served.run(40000)
-    trials = [at for at, is_ahead in enumerate(modes) if not is_ahead]
-    pauses = [after - before for before, after in pairwise(trials) if after - before > 1000]
-    assert len(pauses) >= 3
-    assert all(after > 1.8 * before for before, after in pairwise(pauses))
-
-
-def test_another_load_is_another_question() -> None:
-    served = Served(0.8)
-    served.run(600)
-    assert not any(served.run(300)), "decided"
-    served.names, served.gain = ["a", "b", "c"], 1.3
-    assert all(served.run(900)[-300:])
-
-
-def test_sessions_of_few_commits_decide_too(trial: Trial, tiny_target: str, tiny_head: str) -> None:
-    """Each has fewer commits than a block waits for."""
-    drafter, trial.pause = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial), 0
-    modes = []
-    for number in range(600):
-        name, stamp = f"{number}", 0
-        for _ in range(3):
-            trial.observe(stamp, 3 + number % 3, 0.5 if trial.is_on else 1.0, 1)
-            modes.append(trial.is_on)
-            stamp = trial.stamp(name)
-        drafter.release([name])
-        assert len(trial.seen) <= 1
-    assert all(modes[-1000:])
-
-
-@pytest.fixture
-def trial() -> Trial:
-    """One that a test sets by hand."""
-    found = Trial()
-    found.pause = 10**9
-    found.load = 1
-    return found
-
-
-def test_a_drafter_that_changes_its_way_drafts_valid_trees(
-    trial: Trial, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without drafting ahead its trees are those of the drafter inside; the verifier may still have a prepared one."""
-    drafter, plain = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial), make(tiny_target, tiny_head)
-    first, store = session("a", 9), PreparedTrees()
-    for number in range(9):
-        is_ahead = trial.is_on
-        (tree,), (expected,) = last_of(drafter, [first]), last_of(plain, [first])
-        tree.validate(first.tokens[-1], 48, SHAPE.num_draft_tokens, SHAPE.num_steps)
-        assert tree.num_drafted > 0
-        if not is_ahead:
-            assert_equal_trees(tree, expected)
-            assert not drafter.draft_ahead()
-            assert not drafter.take_prepared()
-        elif number % 3:
-            work(drafter)
-            for prepared in drafter.take_prepared():
-                store.put(prepared)
-        trial.is_on, before = number % 4 in (1, 2), trial.is_on
-        if before and not trial.is_on:
-            drafter.stop()
-        first = going_on(first, likeliest(expected))
-
-
-def test_drafting_ahead_that_fails_is_not_tried_again_soon(
-    trial: Trial, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The service forgets all sessions after an error, so that none would ever be measured."""
-    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD, trial)
-    trial.is_on, trial.pause = True, 0
-    last_of(drafter, [session("a", 9)])
-    with monkeypatch.context() as broken:
-        broken.delattr(drafter.ahead.__class__, "step")
-        with pytest.raises(AttributeError):
-            drafter.draft_ahead()
-    drafter.release(["a"])
-    (tree,) = last_of(drafter, [session("a", 9)])
-    assert tree.num_drafted > 0
-    assert not drafter.draft_ahead()
-    assert trial.pause >= Trial.FIRST_PAUSE
+    parts = DrafterParts(target, head, "float32", device, SHAPE, drafting, MethodsConfig(), has_idle_time=has_idle_time)
+    assert parts.drafts_ahead is expected
+    emulated = replace(drafting, emulated_device="eagle3-8b@h200")
+    assert replace(parts, device="cpu", drafting=emulated).drafts_ahead is (expected or (not mode and has_idle_time))
 
 
 def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
