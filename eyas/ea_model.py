@@ -165,7 +165,7 @@ class EaModel(torch.nn.Module):
         """Return the same without drafts: plain decoding. Takes the arguments of `eagenerate`."""
         return self.eagenerate(*args, **kwargs, draft=False)
 
-    def ea_generate(
+    def ea_generate(  # noqa: PLR0913  # as `eagenerate`
         self,
         input_ids: Tensor,
         temperature: float = 0.0,
@@ -173,17 +173,17 @@ class EaModel(torch.nn.Module):
         top_k: float = 0.0,
         max_new_tokens: int = 512,
         max_length: int = 2048,
+        log: bool = False,
         is_llama3: bool = False,
         *,
         draft: bool = True,
-        **others: Any,
     ) -> Any:
         """Yield prompt and output after each verify step, shape (1, tokens). Otherwise as `eagenerate`.
 
-        others: `log`, with which the result is that of `eagenerate`, as some of the authors' scripts expect.
+        With `log` the result is that of `eagenerate`, as some of the authors' scripts expect.
         """
         sampling = self._sampling(input_ids, temperature, top_p, top_k, max_new_tokens, max_length, is_llama3)
-        if _popped(others, "log"):
+        if log:
             return self._generate(input_ids, sampling, log=True, draft=draft)
         return self._stream(input_ids, sampling, draft)
 
@@ -277,14 +277,6 @@ def _device(device_map: Any) -> str:
         device_map = next(iter(devices), None)
     name = "auto" if device_map in (None, "balanced", "sequential") else str(device_map)
     return f"cuda:{name}" if name.isdigit() else name
-
-
-def _popped(others: dict[str, Any], name: str) -> bool:
-    """Return the value of a flag. Raises TypeError for any other argument, as a call would."""
-    value = bool(others.pop(name, False))
-    if others:
-        raise TypeError(f"unexpected argument {next(iter(others))!r}")
-    return value
 
 
 if __name__ == "__main__":
