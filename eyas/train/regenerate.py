@@ -99,9 +99,8 @@ def regenerate(
 
 def _check_same_run(files: Sequence[Path], out: Path, settings: RegenerateSettings) -> None:
     """Keep what decides the answers beside `out`. Raises ConfigError if `out` was begun with anything else."""
-    begun = asdict(settings) | {"temperatures": list(settings.temperatures), "files": list(map(str, files))}
+    begun = asdict(settings) | {"temperatures": list(settings.temperatures), "files": _contents(files)}
     begun |= {"batch": None, "max_entries": bool(settings.max_entries)}  # more entries than before may be answered
-    begun["contents"] = _contents(files)
     record = out.with_suffix(out.suffix + ".settings.json")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -113,18 +112,12 @@ def _check_same_run(files: Sequence[Path], out: Path, settings: RegenerateSettin
         found = json.loads(record.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot use {record}: {error}; remove it and {out}, or name another output") from error
-    recorded = set(found)
-    if "contents" in found:  # files may be renamed, but not changed
-        found["files"] = begun["files"] if found["contents"] == begun["contents"] else None
-    found = {"chat_template_kwargs": {}} | found | {"contents": begun["contents"]}
     if changed := sorted(key for key, value in begun.items() if found.get(key) != value):
         raise ConfigError(f"{out} was begun with other {', '.join(changed)}; give the same ones, or name another output")
-    if "contents" not in recorded:
-        record.write_text(json.dumps(begun, indent=1) + "\n")
 
 
 def _contents(files: Sequence[Path]) -> str:
-    """Return the digest of what the files hold, in their order. Raises ConfigError."""
+    """Return the digest of what the files hold, in their order; they may be renamed. Raises ConfigError."""
     digest = hashlib.sha256()
     for file in files:
         try:

@@ -30,6 +30,7 @@ from eyas.train.features import NoStates, StateSource, keeping_saved
 from eyas.train.windows import Windows
 
 LOG_FILE, CHECKPOINTS = "log.jsonl", "checkpoints"
+CHECKPOINT_KEYS = {"fingerprint", "data", "num_processes", "progress", "parameters", "optimizers", "schedulers"}
 KEPT_CHECKPOINTS = 2
 # Share of the time of training that evaluations take at most, unless eval.every says when they are.
 EVALUATION_SHARE = 0.1
@@ -281,7 +282,7 @@ class Trainer:
     def _restore(self, newest: Path) -> None:
         with explained(f"cannot continue from {newest}; remove it, and the run continues from the one before"):
             state = torch.load(newest, map_location="cpu", weights_only=True)
-            missing = {"fingerprint", "progress", "parameters", "optimizers", "schedulers"} - state.keys()
+            missing = CHECKPOINT_KEYS - state.keys()
         if missing:
             raise ConfigError(f"{newest} is no checkpoint of `eyas train run`: it lacks {min(missing)}; remove it")
         if state["fingerprint"] != self.config.fingerprint:
@@ -289,13 +290,13 @@ class Trainer:
                 f"{newest} is of a run with other settings, or of another version of Eyas; give the same settings to "
                 "continue, or name another `out` and this run's `last` as draft_model"
             )
-        if state.get("data", self.windows.digest) != self.windows.digest:
+        if state["data"] != self.windows.digest:
             raise ConfigError(
                 f"{newest} is of a run with other data than {self.config.data.path} holds now; give back what was prepared "
                 "then, or name another `out` and this run's `last` as draft_model"
             )
-        own = self.accelerator.num_processes
-        if (count := state.get("num_processes", own)) != own:
+        count, own = state["num_processes"], self.accelerator.num_processes
+        if count != own:
             raise ConfigError(
                 f"{newest} is of a run on {count} processes, but there are {own} now, with other batches; start as many "
                 f"processes ({count}), or name another `out` and this run's `last` as draft_model"
