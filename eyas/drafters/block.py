@@ -67,14 +67,13 @@ class BlockDrafter(NeuralDrafter[None]):
         shapes, device = [KVShape(c.num_kv_heads, c.head_dim, c.head_dim)] * c.num_layers, head.draft_ids.device
         self._head, dtype = head, head.embed_tokens.weight.dtype
         whole, batch = np.ones((c.block_size, c.block_size), dtype=np.bool_), config.cuda_graph_max_batch
-        slots = plan_tree_slots(c, dtype, device, head.max_model_len, [c.block_size], batch, capture, whole)
         num_tree_slots = padded_size(batch) * c.block_size
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots)
+        slots = plan_tree_slots(self._kv, shapes, c.num_heads, head.max_model_len, [c.block_size], batch, capture, whole)
         first = self._kv.scratch - num_tree_slots
         ledger: KVLedger[None] = KVLedger(first, head.max_model_len)
         super().__init__(config, tree, None, head.draft_ids, ledger)
         self._tree_slots = np.arange(first, self._kv.scratch).reshape(-1, c.block_size)
-        slots = slots and replace(slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, 0, dtype, self._cache_context, c.hidden)
         self._compiled = None if slots or config.emulated_device else head.compiled
         self._growth = self._compiled_growth() if self._compiled else None

@@ -7,7 +7,7 @@ Legend: S sessions, L tree levels that are run, W rows of a level, P longest pre
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, DraftModelConfig, TreeConfig
 from eyas.drafters.base import DraftContext, DraftWork
-from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, plan_tree_slots
+from eyas.drafters.neural import NeuralDrafter, check_tree, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, KVSession, make_kv_cache
 from eyas.drafters.trees.growth import Expansion
 from eyas.drafters.trees.rows import GrowthShape, Roots
@@ -88,13 +88,8 @@ class ModelDrafter(NeuralDrafter[TreeRows]):
         self._model = model
         self._chunk_tokens = draft_model.max_prefill_tokens
         num_heads = model.heads_per_kv * model.num_kv_heads
-        head_dim = max(shape.width for shape in model.kv_shapes)
-        sizes = HeadSizes(num_heads, min(shape.num_heads for shape in model.kv_shapes), head_dim)
         widths, batch = [tree.top_k] * (tree.num_steps - 1), config.cuda_graph_max_batch
-        slots = None
-        if not any(shape.is_latent for shape in model.kv_shapes):  # no kernel attends to latents
-            slots = plan_tree_slots(sizes, model.dtype, model.device, model.max_model_len, widths, batch, capture)
-        slots = slots and replace(slots, spare=self._kv.scratch)
+        slots = plan_tree_slots(self._kv, model.kv_shapes, num_heads, model.max_model_len, widths, batch, capture)
         self._use_slots(slots, capture, model.vocab_size, torch.float32)
         self._backend: ForwardBackend = model
         self._capture = capture

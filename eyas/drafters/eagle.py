@@ -8,7 +8,6 @@ Legend: S sessions, W frontier rows, R rows of the level above, L prefix length,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -21,7 +20,7 @@ from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, DraftWork, within
-from eyas.drafters.neural import HeadSizes, NeuralDrafter, check_tree, last_row, new_rows, plan_tree_slots
+from eyas.drafters.neural import NeuralDrafter, check_tree, last_row, new_rows, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import EagleGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
@@ -69,20 +68,19 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         shapes = head.kv_shapes
         dtype, device = head.dtype, head.draft_ids.device
         self._head = head
-        sizes = HeadSizes(head.num_heads, shapes[0].num_heads, shapes[0].width)
         widths, batch = self._widths(tree, static_tree), config.cuda_graph_max_batch
-        slots = None
-        if head.num_modules == 1 and not shapes[0].is_latent:  # no kernel attends to latents
-            visible = self._visible(tree)
-            slots = plan_tree_slots(sizes, dtype, device, head.max_model_len, widths, batch, capture, visible)
-        compiled = None if slots or static_tree or config.emulated_device else head.compiled
         num_tree_slots = padded_size(batch) * sum(widths)
         self._kv = make_kv_cache(config, shapes, dtype, device, num_tree_slots=num_tree_slots + num_grown_slots)
+        slots = None
+        if head.num_modules == 1:
+            slots = plan_tree_slots(
+                self._kv, shapes, head.num_heads, head.max_model_len, widths, batch, capture, self._visible(tree)
+            )
+        compiled = None if slots or static_tree or config.emulated_device else head.compiled
         self.num_grown_slots, self.first_grown_slot = num_grown_slots, self._kv.scratch - num_grown_slots
         first = self.first_grown_slot - num_tree_slots
         super().__init__(config, tree, static_tree, head.draft_ids, KVLedger(first, head.max_model_len))
         self._tree_slots = np.arange(first, self.first_grown_slot).reshape(padded_size(batch), -1)
-        slots = slots and replace(slots, spare=self._kv.scratch)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
         self._compiled = compiled
         if compiled:

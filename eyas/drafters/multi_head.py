@@ -68,23 +68,19 @@ class MultiHeadDrafter(NeuralDrafter[None]):
         self._head, self._prefix = head, head.prefix if isinstance(head, HydraHead) else None
         dtype = next(head.parameters()).dtype
         sessions: KVLedger[None] = KVLedger(0, sys.maxsize)
+        slots = None
         if self._prefix:
-            sizes = self._prefix.sizes
-            shape = KVShape(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim)
-            self._kv = make_kv_cache(config, [shape], dtype, head.draft_ids.device)
-            sessions = KVLedger(self._kv.scratch, len(self._prefix.rotary))
+            sizes, length = self._prefix.sizes, len(self._prefix.rotary)
+            shapes = [KVShape(sizes.num_kv_heads, sizes.head_dim, sizes.head_dim)]
+            self._kv = make_kv_cache(config, shapes, dtype, head.draft_ids.device)
+            sessions = KVLedger(self._kv.scratch, length)
+            slots = plan_tree_slots(self._kv, shapes, sizes.num_heads, length, (), config.cuda_graph_max_batch, capture)
+        elif capture:  # no row has a slot
+            nothing = RowLayout((), Tiling(1, 1, 1), 1, head.draft_ids.device)
+            slots = TreeSlots(nothing, nothing, padded_size(config.cuda_graph_max_batch))
         super().__init__(config, tree, static_tree, head.draft_ids, sessions)
         run = partial(self._run_prefix, self._prefix) if self._prefix else None
-        self._use_slots(self._plan_slots(config, dtype, capture), capture, head.hidden, dtype, run, head.hidden)
-
-    def _plan_slots(self, config: DraftingConfig, dtype: torch.dtype, capture: Capture | None) -> TreeSlots | None:
-        """Plan slots for the prefix layer: trees have no rows in slots; the prefix layer attends to its own."""
-        device, max_batch = self.draft_ids.device, config.cuda_graph_max_batch
-        if self._prefix:
-            plan = plan_tree_slots(self._prefix.sizes, dtype, device, len(self._prefix.rotary), (), max_batch, capture)
-            return plan and replace(plan, spare=self._kv.scratch)
-        nothing = RowLayout((), Tiling(1, 1, 1), 1, device)
-        return TreeSlots(nothing, nothing, padded_size(max_batch)) if capture else None
+        self._use_slots(slots, capture, head.hidden, dtype, run, head.hidden)
 
     @property
     def work(self) -> DraftWork:

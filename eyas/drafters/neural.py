@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Generic
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eyas.arrays import Bools, Ints, Reals
+from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import download, moved, upload
@@ -54,7 +55,6 @@ from eyas.kernels.probabilities import filtering
 from eyas.models.backends.attention_metadata import pack_with_metadata, tight_shape
 from eyas.models.backends.cuda import tiling_on, why_no_kernel_for
 from eyas.models.backends.cuda_graphs import Capture, padded_size
-from eyas.models.heads.layers import LayerSizes
 from eyas.models.inputs import PackedInputs, Segment, Segments, pack
 from eyas.protocol.commit import ResyncRequired
 from eyas.protocol.tree import DraftTree
@@ -373,19 +373,10 @@ def masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:
     return MaskedExpansion(expansion, scorer) if isinstance(scorer, MaskedScorer) else expansion
 
 
-@dataclass(frozen=True)
-class HeadSizes:
-    """Query heads, key-value heads and their width."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-
-
 def plan_tree_slots(
-    sizes: HeadSizes | LayerSizes,
-    dtype: torch.dtype,
-    device: torch.device,
+    kv: KVCache,
+    shapes: Sequence[KVShape],
+    num_heads: int,
     max_model_len: int,
     widths: Sequence[int],
     max_batch: int,
@@ -394,18 +385,24 @@ def plan_tree_slots(
 ) -> TreeSlots | None:
     """Return slots for trees whose passes have `widths` rows; None if the attention kernel cannot serve them.
 
-    visible: see RowLayout. The kernel runs on CUDA. On a CPU it runs in Triton's interpreter, if `capture` is given.
+    The kernel runs on CUDA. On a CPU it runs in Triton's interpreter, if `capture` is given. It attends to no latents.
+
+    Args:
+        shapes: of the layers of `kv`, which are attended to by `num_heads` heads.
+        visible: see RowLayout.
     """
-    heads_per_kv = sizes.num_heads // sizes.num_kv_heads
-    if device.type != "cuda" and capture is None:
+    device, dtype = kv.keys[0].device, kv.keys[0].dtype
+    if (device.type != "cuda" and capture is None) or any(shape.is_latent for shape in shapes):
         return None
-    if reason := why_no_kernel_for(sizes.head_dim, heads_per_kv, dtype):
+    num_kv_heads = min(shape.num_heads for shape in shapes)
+    heads_per_kv = num_heads // num_kv_heads
+    if reason := why_no_kernel_for(max(shape.width for shape in shapes), heads_per_kv, dtype):
         log.warning("%s: drafts run without the attention kernel and without CUDA graphs", reason)
         return None
-    tiling = replace(tiling_on(device, dtype, heads_per_kv, sizes.num_kv_heads), longest=max_model_len)
+    tiling = replace(tiling_on(device, dtype, heads_per_kv, num_kv_heads), longest=max_model_len)
     trees = RowLayout(tuple(width for width in widths if width), tiling, max_model_len, device, visible)
     chains = trees if visible is not None else replace(trees, widths=(1,) * len(widths))
-    return TreeSlots(trees, chains, padded_size(max_batch))
+    return TreeSlots(trees, chains, padded_size(max_batch), kv.scratch)
 
 
 def new_rows(context: DraftContext, slots: Slots, count: int, attends: bool) -> Segment:

@@ -38,8 +38,9 @@ from eyas.protocol.tree import DraftTree, DraftTrees
 class LookupDrafter(LocalDrafter, Generic[MemoryT]):
     """A drafter without a network, which remembers something of each session."""
 
-    def __init__(self, sessions: MemoryLedger[MemoryT]) -> None:
+    def __init__(self, sessions: MemoryLedger[MemoryT], tree: TreeConfig) -> None:
         self._sessions = sessions
+        self._tree = tree
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         busy = {context.session for context in contexts}
@@ -86,10 +87,6 @@ class Matches:
 
 class MatchDrafter(LookupDrafter[MemoryT]):
     """A drafter that merges what followed a context elsewhere into a tree."""
-
-    def __init__(self, sessions: MemoryLedger[MemoryT], tree: TreeConfig) -> None:
-        super().__init__(sessions)
-        self._tree = tree
 
     def _grow(self, contexts: Sequence[DraftContext], memories: Sequence[MemoryT]) -> Sequence[DraftTree]:
         roots = [context.tokens[-1] for context in contexts]

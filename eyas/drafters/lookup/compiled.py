@@ -65,8 +65,7 @@ class CompiledPromptLookup(LookupDrafter[CompiledIndex]):
     """`PromptLookupDrafter` by kernels. It drafts the same trees."""
 
     def __init__(self, tree: TreeConfig, config: PromptLookupConfig) -> None:
-        super().__init__(MemoryLedger(partial(CompiledIndex, config), config.max_cached_tokens))
-        self._tree = tree
+        super().__init__(MemoryLedger(partial(CompiledIndex, config), config.max_cached_tokens), tree)
 
     def warm_up(self) -> None:
         compile_kernels()

@@ -36,7 +36,7 @@ class TreeBuilder:
         can_draw: whether the target can draw a token at a level, 0 below the root.
     """
 
-    def __init__(self, root: int, max_depth: int, can_draw: Callable[[int, int], bool] = lambda token, level: True) -> None:
+    def __init__(self, root: int, max_depth: int, can_draw: Callable[[int, int], bool]) -> None:
         self._max_depth = max_depth
         self._can_draw = can_draw
         self._tokens = [root]
@@ -220,8 +220,7 @@ class LookaheadDrafter(LookupDrafter[_Window]):
     """Guesses and windows of all sessions."""
 
     def __init__(self, tree: TreeConfig, config: LookaheadConfig) -> None:
-        super().__init__(MemoryLedger(partial(_Window, config), config.max_cached_tokens))
-        self._tree = tree
+        super().__init__(MemoryLedger(partial(_Window, config), config.max_cached_tokens), tree)
 
     @property
     def needs(self) -> DrafterNeeds:
