@@ -21,6 +21,7 @@ from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.support.given_scores import given_scores
 from tests.support.naive_eagle import NaiveEagle, best_tree
+from tests.support.tiny import write_head, write_target
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 GROWTH = GrowthShape(SHAPE.num_steps, SHAPE.top_k)
@@ -100,6 +101,22 @@ def test_kernels_grow_the_trees_of_the_plain_path(
         assert (tree.tokens, tree.parents) == (plain.tokens, plain.parents)
         assert tree.log_probs == pytest.approx(plain.log_probs, abs=1e-4)
     assert len(kernels.grow_eagle_level.signatures) == 1, "compiled while serving"
+
+
+def test_heads_of_odd_sizes_grow_the_same_trees(tmp_path: Path) -> None:
+    """Their rows fill no blocks of the kernels' weights, so that torch grows what the kernels run."""
+    target, folder = str(write_target(tmp_path / "target", hidden=40)), str(write_head(tmp_path / "head", hidden=40))
+    head = load_head(folder, target)
+    if head.compiled:
+        assert not head.compiled.has_stack
+    tokens = session(1, 12)[0]
+    features = torch.randn(11, 40, generator=torch.Generator().manual_seed(1))
+    (tree,) = EagleDrafter(head, SHAPE, DraftingConfig(ranking_temperature=1.0)).propose(
+        [commit("a", tokens, features, 0, 12, NOISES[1], TreeBudget(14, 4))]
+    )
+    assert isinstance(tree, DraftTree)
+    expected = naive(target, folder).candidates(tokens, features, NOISES[1], SHAPE)
+    assert_same(tree, best_tree(expected, 13), tokens[-1])
 
 
 @pytest.mark.parametrize("nodes", [2, 3])
