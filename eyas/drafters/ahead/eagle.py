@@ -16,7 +16,6 @@ from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.base import Draft, DraftContext, Path, within, without_banned
 from eyas.drafters.sessions import num_features
 from eyas.drafters.trees.rows import FoundRows, GrownRows
-from eyas.kernels.choice import tree_kernels
 from eyas.protocol.commit import NO_TREE, TreeBudget
 from eyas.protocol.tree import DraftTree, PreparedTree
 
@@ -50,7 +49,6 @@ class AheadTrees:
         self._running: list[tuple[str, GrownTree, GrownRows]] = []
         self._found: FoundRows | None = None
         self._changed: dict[str, None] = {}
-        tree_kernels()  # compiled now, not while sessions wait
 
     def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
         """Give the drafter commits that were foreseen and want no tree.
