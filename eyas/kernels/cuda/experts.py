@@ -19,7 +19,7 @@ from torch import Tensor
 
 from eyas.device.transfer import on_device_of
 from eyas.kernels.arguments import SCALED_TILE, Routing
-from eyas.kernels.cuda.layers import activated, gate_row, normed_row, weighted_row
+from eyas.kernels.cuda.layers import activated, normed_row, weighted_row
 
 if TYPE_CHECKING:
     from eyas.models.layers.experts import ExpertNorms, RoutedExperts
@@ -44,33 +44,20 @@ def add_norms(norms: ExpertNorms, hidden: Tensor, delta: Tensor, norm: RMSNorm, 
     return found
 
 
-def route(
-    logits: Tensor, routed: RoutedExperts, gate_up: Tensor | None = None, ups: Tensor | None = None
-) -> tuple[Routing, Tensor | None]:
-    """Return the best experts of rows by logits [R, E], in one launch.
-
-    Args:
-        gate_up, ups: of an MLP beside the experts, as `layers.gate` takes them. The same launch computes what `gate`
-            returns.
-    """
+def route(logits: Tensor, routed: RoutedExperts) -> Routing:
+    """Return the best experts of rows by logits [R, E], in one launch."""
     (rows, num_experts), device = logits.shape, logits.device
     dtype = logits.dtype if routed.rounds_weights else torch.float32
     shares = torch.empty((rows, routed.top_k), dtype=dtype, device=device)
     pairs = torch.empty((num_experts, rows), dtype=torch.int32, device=device)
     counts, block_e = torch.empty(num_experts, dtype=torch.int32, device=device), triton.next_power_of_2(num_experts)
-    gates, gated, sizes = gate_up, None, {"GATE_STRIDE": 0, "UP_STRIDE": 0, "WIDTH": 0, "BLOCK": 0}
-    if gate_up is not None:
-        gates, ups = gate_up.chunk(2, -1) if ups is None else (gate_up, ups)
-        width, gated = gates.shape[-1], torch.empty(gates.shape, dtype=gates.dtype, device=device)
-        sizes = {"GATE_STRIDE": gates.stride(-2), "UP_STRIDE": ups.stride(-2), "WIDTH": width}
-        sizes["BLOCK"] = triton.next_power_of_2(width)
     with on_device_of(logits):
         _route[(num_experts + rows,)](
-            *(logits, shares, logits if routed.scales is None else routed.scales, pairs, counts, gates, ups, gated, rows),
+            *(logits, shares, logits if routed.scales is None else routed.scales, pairs, counts, rows),
             NUM_EXPERTS=num_experts, TOP_K=routed.top_k, NORMALISES=routed.normalises, HAS_SCALES=routed.scales is not None,
-            BLOCK_E=block_e, BLOCK_R=ROUTE_TILE // block_e, IS_SILU=routed.activation == "silu", num_warps=8, **sizes,
+            BLOCK_E=block_e, BLOCK_R=ROUTE_TILE // block_e, num_warps=8,
         )  # fmt: skip
-    return Routing(shares, pairs, counts), gated
+    return Routing(shares, pairs, counts)
 
 
 def expert_outputs(x: Tensor, routing: Routing, routed: RoutedExperts) -> Tensor:
@@ -127,14 +114,12 @@ def _add_norms(
 
 @triton.jit(do_not_specialize=["rows"])
 def _route(
-    logits, shares, scales, pairs, counts, gates, ups, gated, rows,
+    logits, shares, scales, pairs, counts, rows,
     NUM_EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISES: tl.constexpr, HAS_SCALES: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr, GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr,
-    IS_SILU: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Write the pairs of one expert, or the shares of one row and its gate of an MLP with this WIDTH; 0 without one.
-
-    Pairs and shares need not wait for each other: both come from the ranks of logits.
+    """Write the pairs of one expert, or the shares of one row. Neither needs to wait for the other: both come from the ranks
+    of logits.
     """
     program = tl.program_id(0)
     if program < NUM_EXPERTS:
@@ -142,8 +127,6 @@ def _route(
     else:
         row = (program - NUM_EXPERTS).to(tl.int64)
         _share_row(logits, shares, scales, row, NUM_EXPERTS, TOP_K, NORMALISES, HAS_SCALES, BLOCK_E, BLOCK_R)
-        if WIDTH:
-            gate_row(gates, ups, gated, row, tl.arange(0, BLOCK), GATE_STRIDE, UP_STRIDE, WIDTH, IS_SILU)
 
 
 @triton.jit

@@ -414,16 +414,7 @@ def _gate(
     gates, ups, out,
     GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr, IS_SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate_row(gates, ups, out, tl.program_id(0).to(tl.int64), d, GATE_STRIDE, UP_STRIDE, WIDTH, IS_SILU)
-
-
-@triton.jit
-def gate_row(
-    gates, ups, out, row, d,
-    GATE_STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr, WIDTH: tl.constexpr, IS_SILU: tl.constexpr,
-):  # fmt: skip
-    """Compute columns d of one row."""
+    row, d = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = d < WIDTH
     gates_here = tl.load(gates + row * GATE_STRIDE + d, mask=kept, other=0.0)
     ups_here = tl.load(ups + row * UP_STRIDE + d, mask=kept, other=0.0)

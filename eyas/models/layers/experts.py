@@ -7,7 +7,7 @@ module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -47,14 +47,6 @@ class WeightScales(NamedTuple):
     gate_up: Tensor
     down: Tensor
     block: tuple[int, int]
-
-
-class DenseMLP(NamedTuple):
-    """An MLP beside experts, for rows [1, R, C]. gate_up: its first products, one for both or one for each."""
-
-    rows: Tensor
-    gate_up: Sequence[Callable[[Tensor], Tensor]]
-    down: Callable[[Tensor], Tensor]
 
 
 class ExpertOutputs(NamedTuple):
@@ -129,18 +121,11 @@ class RoutedExperts:
         found: tuple[Tensor, ...] = _kernels().add_norms(self.norms, *arguments)
         return found
 
-    def run(self, to_router: Tensor, to_experts: Tensor, mlp: DenseMLP | None = None) -> ExpertOutputs:
-        """Return what the experts give for rows [..., C], by kernels of CUDA, and an MLP beside them. Routing waits for the
-        gate's products, as it shares a launch with the gate.
-        """
+    def run(self, to_router: Tensor, to_experts: Tensor, dense: Tensor | None = None) -> ExpertOutputs:
+        """Return what the experts give for rows [..., C], by kernels of CUDA. dense: the output of an MLP beside them."""
         to_router, to_experts = (rows.reshape(-1, rows.shape[-1]) for rows in (to_router, to_experts))
         kernels, norms = _kernels(), self.norms.outputs if self.norms else None
-        # Products of the MLP beside the experts first: routing shares a launch with its gate.
-        gate_up = [product(mlp.rows) for product in mlp.gate_up] if mlp else []
-        routing, gated = kernels.route(F.linear(to_router, self.router), self, *gate_up)
-        del gate_up  # later products take its memory
-        dense = mlp.down(gated) if mlp else None
-        del gated
+        routing = kernels.route(F.linear(to_router, self.router), self)
         outputs = kernels.expert_outputs(to_experts, routing, self)
         if self.sum_ranks is None:
             return ExpertOutputs(outputs, routing.shares, dense, norms)

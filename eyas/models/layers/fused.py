@@ -28,7 +28,7 @@ from eyas.models.backends.cpu import CpuDecoder, CpuLayer, CpuProducts
 from eyas.models.backends.packed_weights import MergedLinearPart, PackedLinear, Product, has_kernel
 from eyas.models.inputs import PackedInputs
 from eyas.models.layers.attention import attend_layer, kv_sources
-from eyas.models.layers.experts import EXPERT_BLOCKS, DenseMLP, ExpertOutputs, RoutedExperts, with_experts
+from eyas.models.layers.experts import EXPERT_BLOCKS, ExpertOutputs, RoutedExperts, with_experts
 from eyas.models.layers.norms import HeadLayout, RMSNorm
 from eyas.models.layers.numerics import Float32Head
 from eyas.models.layers.quantised import merge_quantised
@@ -195,10 +195,10 @@ class FusedLayer:
         """
         if self.experts is not None:
             return routed.run(normed, normed) if routed else self.experts(normed)
-        if self._mixture is not None and routed:
-            return routed.run(inputs[0], inputs[1], DenseMLP(normed, self.gate_up_products, self._down))
         dense: Tensor = self._down(self._gated(normed, gated))
-        return dense if self._mixture is None else with_experts(self._mixture, state, dense)
+        if self._mixture is None:
+            return dense
+        return routed.run(*inputs, dense) if routed else with_experts(self._mixture, state, dense)
 
     def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
         """Return the activated gates times values [1, R, I]; both are freed before the next product."""

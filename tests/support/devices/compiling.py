@@ -284,8 +284,7 @@ def expert_calls(sm: int) -> None:
             scales=torch.zeros(num_experts, dtype=dtype, device=META) if num_experts == 128 else None,
             norms=ExpertNorms(weight, 0.02, norm, (norm, norm)),
         )  # fmt: skip
-        mlp = [torch.zeros(1, 64, 6 * inner, dtype=dtype, device=META)] if num_experts == 128 else []
-        routing, _ = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed, *mlp)
+        routing = expert_kernels.route(torch.zeros(64, num_experts, dtype=dtype, device=META), routed)
         outputs, shares = expert_kernels.expert_outputs(rows, routing, routed), routing.shares
         if num_experts == 128:
             assert routed.norms is not None
