@@ -261,7 +261,8 @@ def masked_attention(
         rows = [[None] * -(-q.shape[-2] // most) if x is None else torch.split(x, most, -2) for x in (q, bias, sinks)]
         parts = zip(*rows, strict=True)
         return torch.cat([masked_attention(each, k, v, own, scaling, softcap, sink) for each, own, sink in parts], -2)
-    scores = (q @ k.transpose(-1, -2)).float()
+    scores = q @ k.transpose(-1, -2)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
     # cap * tanh(s * scaling / cap) is s * scaling for small scores, and never above the cap.
     scores = scores * scaling if softcap is None else softcap * torch.tanh(scores * (scaling / softcap))
     scores = scores if bias is None else scores + bias

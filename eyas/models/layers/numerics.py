@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from eyas.cache.kv_cache import load_rows
 from eyas.kernels.arguments import AttentionRule
 from eyas.models.backends.packed_weights import HALF_DTYPES
 from eyas.models.inputs import PackedInputs, Segment
+from eyas.models.layers.attention import attend
 
 # Numbers of an unpacked weight on the CPU that are converted to float32 at a time.
 CHUNK_ELEMENTS = 1 << 20
@@ -117,25 +117,12 @@ def float32_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, destinatio
 
 
 def batch_invariant_attend(query: Tensor, keys: Tensor, values: Tensor, packed: PackedInputs, rule: AttentionRule) -> Tensor:
-    """Run `attention.attend` of one segment in float64, rounded once: query [R, H, D], keys and values [S, J, D].
+    """Run `attention.attend` in float64, rounded once: query [R, H, D], keys and values [S, J, D].
 
     The order in which keys are summed changes a result by 1e-16 of its size. float32 and narrower types show that with a
     chance of about one in 2**29.
     """
-    (group,), num_kv = packed.groups, keys.shape[1]
-    slots, softcap, sinks = group.keys[0], rule.softcap, rule.sinks
-    bias = packed.bias(0, rule.window, torch.float64, 1)
-    q = query.double().view(len(query), num_kv, -1, query.shape[-1]).permute(1, 2, 0, 3)
-    k, v = (load_rows(cache, slots, torch.float64).transpose(0, 1)[:, None] for cache in (keys, values))
-    scores = q @ k.transpose(-1, -2) * rule.scaling
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores if bias is None else scores + bias[0]
-    weights = torch.softmax(scores, dim=-1)
-    if sinks is not None:
-        own = sinks.double().view(num_kv, -1, 1, 1)
-        weights = weights * torch.sigmoid(torch.logsumexp(scores, -1, keepdim=True) - own)
-    out = weights @ v
-    return out.permute(2, 0, 1, 3).reshape(*query.shape[:2], -1).to(query.dtype)
+    return attend(query.double(), keys, values, packed, rule).to(query.dtype)
 
 
 def fixed_size_blocks(segment: Segment, rows: int, scratch: int) -> Iterator[Segment]:
