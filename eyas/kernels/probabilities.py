@@ -49,26 +49,23 @@ def target_probs(logits: Tensor, draws: Draws) -> Tensor:
     return filtered_probs(logits, filters_of(keys, logits.device), upload(filtering(keys), logits.device))
 
 
-def filtered_probs(logits: Tensor, filters: Filters, rows: Tensor) -> Tensor:
+def filtered_probs(logits: Tensor, filters: Filters, rows: Tensor | None = None) -> Tensor:
     """Return probabilities [N, V] after temperature, top-k, top-p and min-p, in that order; top-p looks at what top-k left.
 
     The likeliest token is always kept. Filtered rows are not renormalised: `exponential_race` does not need it.
 
     Args:
         logits: float32 [N, V].
-        rows: int64, those that have top-k or top-p; finding them here would wait for the device.
+        rows: int64, those that have top-k or top-p; finding them here would wait for the device. None sorts all, as in a
+            CUDA graph, where the host does not know them.
     """
     probs, top_k, top_p = _tempered(logits, filters.temperature), filters.top_k, filters.top_p
-    if len(rows) > 0:
+    if rows is None:
+        has_filter = (top_k > 0) | (top_p < 1)
+        probs = torch.where(has_filter[:, None], _filter(logits, probs, top_k, top_p), probs)
+    elif len(rows) > 0:
         probs[rows] = _filter(logits[rows], probs[rows], top_k[rows], top_p[rows])
     return _drop_below(probs, filters.min_p)
-
-
-def filtered_probs_no_sync(logits: Tensor, filters: Filters) -> Tensor:
-    """Return `filtered_probs` inside a CUDA graph, where the host does not know which rows have filters: all are sorted."""
-    probs, top_k, top_p = _tempered(logits, filters.temperature), filters.top_k, filters.top_p
-    has_filter = (top_k > 0) | (top_p < 1)
-    return _drop_below(torch.where(has_filter[:, None], _filter(logits, probs, top_k, top_p), probs), filters.min_p)
 
 
 def _tempered(logits: Tensor, temperature: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ from eyas.drafters.trees.scoring import (
     scorer_kind,
 )
 from eyas.errors import ConfigError
-from eyas.kernels.probabilities import filtered_probs_no_sync
+from eyas.kernels.probabilities import filtered_probs
 from eyas.models.backends.attention_metadata import bucket_shape, build_words, max_words, view
 from eyas.models.backends.cuda_graphs import MAX_GRAPH_ROWS, Capture, Out, padded_size, row_buckets
 from eyas.models.inputs import MetadataShape, PackedInputs, Segment, Segments
@@ -244,7 +244,7 @@ class TreeSpec:
         num_steps = self.tree.num_steps
 
         def begin() -> None:
-            scorer = perturbed_scorer(noise, num_steps, self.draft_ids, kind, filtered_probs_no_sync)
+            scorer = perturbed_scorer(noise, num_steps, self.draft_ids, kind, filtered_probs)
             expansion = self.expand(roots(), GrowthShape(num_steps, self.tree.top_k))
             if self.static_tree:
                 fixed[0] = expansion, grow_static(expansion, scorer, self.static_tree, num_steps)
@@ -331,7 +331,7 @@ class ChainGraphs:
 
         def draw() -> Tensor:
             expansion = self._spec.expand(roots(), GrowthShape(tree.num_steps, 1))
-            scorer = chain_scorer(words, filtered_probs_no_sync)
+            scorer = chain_scorer(words, filtered_probs)
             drawn = draw_chains(expansion, scorer, tree.num_steps, self._proposal_top_k, draft_ids)
             rows = self._spec.rows_run(expansion)
             return drawn.flatten(1) if rows is None else torch.cat([drawn.flatten(1), rows.flatten(1).double()], 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from eyas.drafters.trees.scoring import chain_words
 from eyas.kernels.plain import drafting as plain_kernels
-from eyas.kernels.probabilities import filtered_probs_no_sync
+from eyas.kernels.probabilities import filtered_probs
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from tests.kernels.cuda.test_tree_kernels import FILTERS
 from tests.support.tiers import nightly
@@ -29,9 +29,9 @@ def both(logits: Tensor, keys: Sequence[NoiseKey], k: int, level: int) -> tuple[
     draft_ids = torch.from_numpy(np.random.default_rng(0).permutation(3 * SIZE)[: logits.shape[-1]].copy())
     plain = torch.full((len(keys), LEVELS, 2 * k + 1), torch.nan, dtype=torch.float64)
     ours = plain.to(DEVICE)
-    expected = plain_kernels.draw_children(logits, words, level, draft_ids, plain, filtered_probs_no_sync)
+    expected = plain_kernels.draw_children(logits, words, level, draft_ids, plain, filtered_probs)
     given = [x.to(DEVICE) for x in (logits, words, draft_ids)]
-    drawn = kernels.draw_children(given[0], given[1], level, given[2], ours, filtered_probs_no_sync).cpu()
+    drawn = kernels.draw_children(given[0], given[1], level, given[2], ours, filtered_probs).cpu()
     ours = ours.cpu()
     assert torch.isnan(ours[:, 1 - level]).all(), "another level was written"
     is_drawn = plain[:, level, k : 2 * k].amax(1) > 0

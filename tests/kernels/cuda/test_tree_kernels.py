@@ -13,7 +13,7 @@ from eyas.kernels.by_device import rank
 from eyas.kernels.plain import drafting as plain
 from eyas.kernels.plain.drafting import child_scores, without_nan
 from eyas.kernels.plain.layers import take_rows
-from eyas.kernels.probabilities import filtered_probs_no_sync
+from eyas.kernels.probabilities import filtered_probs
 from eyas.models.heads.layers import rms_norm
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from tests.support.tiers import nightly
@@ -79,9 +79,9 @@ def test_filtered_children_are_the_ranked_plain_scores(name: str, dtype: torch.d
     logits[0, 2, :], logits[2, 1, ::2] = -torch.inf, -torch.inf
     logits[2, 2, 5 : 5 + 600 : 2] = 9.0  # more equal tokens than are listed
     noise = plain.shared_noise(words, draft_ids, LEVELS)
-    scores = child_scores(logits, words, noise, 1, filtered_probs_no_sync)
+    scores = child_scores(logits, words, noise, 1, filtered_probs)
     words, draft_ids, given = words.to(DEVICE), draft_ids.to(DEVICE), logits.to(DEVICE)
-    on_device = LevelLogits(given, words, kernels.shared_noise(words, draft_ids, LEVELS), 1, filtered_probs_no_sync)
+    on_device = LevelLogits(given, words, kernels.shared_noise(words, draft_ids, LEVELS), 1, filtered_probs)
     expected, found = rank(scores, 12), ranked(on_device, 12)
     assert found.ids.tolist() == expected.ids.tolist()
     torch.testing.assert_close(found.scores.cpu(), expected.scores, atol=2e-5, rtol=2e-5)

@@ -326,21 +326,21 @@ def drafting_calls(sm: int) -> None:
     """The children of a level of an EAGLE-3 head of Llama 3, the noise of a round, and a level of chains."""
     from eyas.kernels.cuda.drafting import best_children, draw_children, find_frontier, shared_noise
     from eyas.kernels.cuda.layers import pair_inputs
-    from eyas.kernels.probabilities import filtered_probs_no_sync
+    from eyas.kernels.probabilities import filtered_probs
 
     words, draft_ids = (torch.zeros(shape, dtype=torch.int64, device=META) for shape in ((8, 2), (32000,)))
     noise = shared_noise(words, draft_ids, 8)
     best = torch.zeros(2, 10, device=META)
     logits = torch.zeros(2, 10, 32000, dtype=torch.bfloat16, device=META)
-    for probs in (None, filtered_probs_no_sync):
+    for probs in (None, filtered_probs):
         best_children(logits, words, noise, 1, 10, best, probs)
     children = torch.zeros(2, 100, dtype=torch.int64, device=META)
     drawn = torch.zeros(2, 8, 257, dtype=torch.float64, device=META)
-    draw_children(logits[:, :1], words[:, :2].contiguous(), 1, draft_ids, drawn, filtered_probs_no_sync)
+    draw_children(logits[:, :1], words[:, :2].contiguous(), 1, draft_ids, drawn, filtered_probs)
     if sm == min(SHARED_KIB):
         for size in (2000, 128256, 151936):  # lists of other sizes
             whole = torch.zeros(2, 1, size, device=META)
-            draw_children(whole, words, 1, draft_ids, drawn, filtered_probs_no_sync)
+            draw_children(whole, words, 1, draft_ids, drawn, filtered_probs)
     find_frontier(torch.zeros(2, 100, device=META), children, 10, 10, 10, True)
     states, embedding = (torch.zeros(shape, dtype=torch.bfloat16, device=META) for shape in ((2, 10, 4096), (128256, 4096)))
     norms = embedding[0], embedding[1]
