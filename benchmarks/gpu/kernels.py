@@ -120,8 +120,7 @@ def _between(kernels: Any, states: torch.Tensor, intermediate: int) -> Iterator[
         return lambda: own.add_norm(states[None], states[None].clone(), norm, None)
 
     def turn(own: Any) -> Callable[[], object]:
-        cos, sin = own.rotary_rows({}, *rotary)
-        return lambda: own.rotate_and_store(qkv, layout, (cos, sin), cache[0], cache[1], slots)
+        return lambda: own.rotate_and_store(qkv, layout, rotary, cache[0], cache[1], slots)
 
     def gate(own: Any) -> Callable[[], object]:
         return lambda: own.gate(gates.clone(), "silu")

@@ -230,10 +230,6 @@ class LayerKernels(Protocol):
 
     def norm_rows(self, x: Tensor, norm: RMSNorm) -> Tensor: ...
 
-    def rotary_rows(
-        self, known: dict[int, tuple[Tensor, Tensor, Tensor]], cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor]: ...
-
     def rotate_and_store(
         self, qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor,
         scales: KVScales = UNSCALED,

@@ -64,8 +64,7 @@ def test_kernels_write_and_read_what_plain_operations_do(name: str) -> None:
     for cache in pools:
         for pool in (cache.keys[0], cache.values[0]):
             store_rows(pool, torch.arange(size), torch.randn(size, 2, 16, generator=torch.Generator().manual_seed(3)), 1.0)
-    signed = plain_layers.rotary_rows({}, cos, sin)
-    query = plain_layers.rotate_and_store(qkv, heads, signed, pools[0].keys[0], pools[0].values[0], slots, scales)
+    query = plain_layers.rotate_and_store(qkv, heads, (cos, sin), pools[0].keys[0], pools[0].values[0], slots, scales)
     layer_kernels.rotate_and_store(qkv, heads, (cos, sin), pools[1].keys[0], pools[1].values[0], slots, scales)
     for mine, theirs in ((pools[0].keys, pools[1].keys), (pools[0].values, pools[1].values)):
         assert torch.equal(mine[0].view(torch.uint8), theirs[0].view(torch.uint8))

@@ -101,11 +101,6 @@ def pair_inputs(
     return inputs, taken
 
 
-def rotary_rows(known: dict[int, tuple[Tensor, Tensor, Tensor]], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin as they are: `rotate_and_store` takes them so."""
-    return cos, sin
-
-
 def rotate_and_store(
     qkv: Tensor, heads: HeadLayout, rotary: tuple[Tensor, Tensor], keys: Tensor, values: Tensor, slots: Tensor | None,
     scales: KVScales = UNSCALED,
@@ -113,7 +108,7 @@ def rotate_and_store(
     """Rotate and write to the cache: one launch.
 
     Args:
-        rotary: plain cos and sin [1, R, D].
+        rotary: cos and sin [1, R, D].
         slots: without them row r writes to slot r.
     """
     (rows, _, width), (cos, sin), norms = qkv.shape, rotary, heads.norms

@@ -125,19 +125,6 @@ def norm_rows(x: Tensor, norm: RMSNorm) -> Tensor:
     return norm(x)
 
 
-def rotary_rows(known: dict[int, tuple[Tensor, Tensor, Tensor]], cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [1, R, D] as `rotate_and_store` takes them: [R, 1, D], sin with a negative first half.
-
-    known: results by the identity of the cos, which the layers of a pass share.
-    """
-    found = known.get(id(cos))
-    if found is None:
-        half = sin.shape[-1] // 2
-        signed = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
-        found = known[id(cos)] = cos, cos[0, :, None], signed
-    return found[1:]
-
-
 def add_norm(
     hidden: Tensor, delta: Tensor, norm: RMSNorm, delta_norm: RMSNorm | None, factor: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -166,7 +153,7 @@ def rotate_and_store(
     With qkv [R, H + J, D] values are the keys as they are before norm and rotation. Returns [R, H, D].
 
     Args:
-        rotary: see `rotary_rows`.
+        rotary: cos and sin [1, R, D].
         scales: of keys and values of 8 bits.
     """
     num_rotated = heads.num_heads + heads.num_kv_heads
@@ -175,8 +162,9 @@ def rotate_and_store(
     num_normed = len(heads.norms.weight) if heads.norms else 0
     normed = heads.norms(qkv[:, :num_normed]) if heads.norms else qkv
     x, values_source = normed[:, :num_rotated], normed if num_normed > num_rotated else qkv
-    cos, sin = rotary
-    turned = torch.addcmul(x * cos, x.roll(heads.width // 2, -1), sin)
+    (cos, sin), half = (table[0, :, None] for table in rotary), heads.width // 2
+    # (left, right) -> (left cos - right sin, right cos + left sin)
+    turned = torch.addcmul(x * cos, x.roll(half, -1), torch.cat([-sin[..., :half], sin[..., half:]], -1))
     if heads.num_kv_heads:
         store_rows(keys, slots, turned[:, heads.num_heads :], scales.key)
         store_rows(values, slots, values_source[:, num_rotated:], scales.value)

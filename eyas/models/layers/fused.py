@@ -12,7 +12,7 @@ Legend: R rows, C hidden width, H query heads, J key-value heads, D head width, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
@@ -82,13 +82,10 @@ KINDS = {
 class ResidualStream:
     """State that a layer leaves for the next one: the hidden states that it returned, and their norm, which the next begins
     with.
-
-    rotary: see `rotary_rows` of plain kernels.
     """
 
     hidden: Tensor | None = None
     normed: Tensor | None = None
-    rotary: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -158,7 +155,6 @@ class FusedLayer:
         # The first layer begins a pass: what another pass left behind is stale.
         if self._index == 0:
             stream.hidden = stream.normed = None
-            stream.rotary.clear()
         kernels = fused_kernels(hidden_states, packed.metadata is not None)
         # The layer before normed its output already, if it is the tensor that this layer gets.
         normed = stream.normed if hidden_states is stream.hidden else None
@@ -166,8 +162,7 @@ class FusedLayer:
             normed = kernels.norm_rows(hidden_states, self.input_norm)
         # qkv [R, H + 2 J, D]: query heads, key heads, value heads.
         qkv = self._qkv(normed).view(hidden_states.shape[1], -1, self._heads.width)
-        rotary = kernels.rotary_rows(stream.rotary, *position_embeddings)
-        query = kernels.rotate_and_store(qkv, self._heads, rotary, *pools)
+        query = kernels.rotate_and_store(qkv, self._heads, position_embeddings, *pools)
         attended = attend_layer(query, kv_cache, source, packed, self._attention)
         out: Any = self._out(attended.reshape(1, hidden_states.shape[1], -1))
         routed = self._routed if kernels.RUNS_EXPERTS else None
