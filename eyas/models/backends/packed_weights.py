@@ -489,31 +489,15 @@ def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool
     step, num_blocks = (BLOCK_OUTPUTS, -(-len(weight) // BLOCK_OUTPUTS)) if is_blocked else (1, 0)
     layout = torch.empty((num_blocks, weight.shape[1], BLOCK_OUTPUTS) if is_blocked else weight.shape, dtype=dtype)
     to_huge_pages([layout], collapse=False)
-    fill = _fill_blocks if is_blocked and dtype == torch.float16 else _fill
     for start in range(0, len(weight), size):
-        part = weight[start : start + size]
-        if not fill(layout[start // step : -(-(start + len(part)) // step)], part, scale):
+        part = weight[start : start + size].float()
+        scaled = part if scale == 1 else part * scale
+        narrow = scaled.to(dtype)
+        if dtype != torch.float32 and not torch.equal(narrow.float(), scaled):
             return None
+        rows = layout[start // step : -(-(start + len(part)) // step)]
+        rows.copy_(in_blocks(narrow) if is_blocked else narrow)
     return layout
-
-
-def _fill_blocks(blocks: Tensor, part: Tensor, scale: float) -> bool:
-    """Write some outputs of a weight times a power of two as float16 blocks. Returns False if that changes a number."""
-    from eyas.kernels.cpu.packing import narrow_blocks
-
-    is_upper_half = part.dtype == torch.bfloat16  # of float32
-    bits = (part.view(torch.uint16) if is_upper_half else part.float().view(torch.uint32)).contiguous().numpy()
-    return bool(narrow_blocks(bits, math.frexp(scale)[1] - 1, blocks.view(torch.uint16).numpy()))
-
-
-def _fill(layout: Tensor, part: Tensor, scale: float) -> bool:
-    """Write some outputs of a weight times a power of two. Returns False if that changes a number."""
-    scaled = part.float() if scale == 1 else part.float() * scale
-    narrow = scaled.to(layout.dtype)
-    if layout.dtype != torch.float32 and not torch.equal(narrow.float(), scaled):
-        return False
-    layout.copy_(in_blocks(narrow) if layout.dim() == 3 else narrow)
-    return True
 
 
 def runs_kernel(dtype: torch.dtype) -> bool:
