@@ -48,7 +48,7 @@ class SamplingKernels(Protocol):
         ...
 
     def race(self, logits: Tensor, draws: Draws, first_id: int, vocab_size: int) -> Tensor:
-        """Return what each row's draw finds in one part of the vocabulary, for `best_of_races`; filters are not applied.
+        """Return what each row's draw finds in one part of the vocabulary, for `sharded.best_of_races`; no filters apply.
 
         Returns int32 [3, N]: bits of the part's largest logit, bits of its lowest score, and the token with it; vocab_size
         where the part holds NaN. A score is -logit, or comes from an exponential race relative to the part's largest logit.
@@ -56,16 +56,6 @@ class SamplingKernels(Protocol):
         Args:
             logits: [N, P] of the tokens from `first_id` on.
             vocab_size: of all parts.
-        """
-        ...
-
-    def best_of_races(self, found: Tensor, draws: Draws, vocab_size: int) -> Tensor:
-        """Return what `draw_rows` draws over the whole vocabulary: int64 [N].
-
-        found: int32 [parts, 3, N], `race` of each part in the order of their ids. A score of parts has a relative error of
-        at most (3 g + 12) * 2**-24, g being how far the token's logit is below the row's largest, divided by the
-        temperature; one part's has no larger one. So the two can differ only where the two best scores are closer than twice
-        that, which has a probability of at most twice that: 6e-6 at g = 12.
         """
         ...
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from eyas.kernels.arguments import MAX_KERNEL_K, MIN_TEMPERATURE, Draws, Ranked, has_filters
 from eyas.kernels.cpu.compiling import kernel
 from eyas.kernels.plain import sampling as plain
-from eyas.kernels.plain.sampling import best_of_races as best_of_races
 from eyas.kernels.plain.sampling import kept_logits as kept_logits
 from eyas.kernels.plain.sampling import masses_from as masses_from
 from eyas.kernels.plain.sampling import race as race

@@ -92,18 +92,6 @@ def race(logits: Tensor, draws: Draws, first_id: int, vocab_size: int) -> Tensor
     return best
 
 
-def best_of_races(found: Tensor, draws: Draws, vocab_size: int) -> Tensor:
-    """Find the winner of all parts, see SamplingKernels. A copy and one launch."""
-    (parts, _, rows), words = found.shape, upload(_words(draws), found.device)
-    tokens, found = torch.empty(rows, dtype=torch.int64, device=found.device), found.permute(1, 2, 0).contiguous()
-    with on_device_of(found):
-        _winners[(rows,)](
-            *(found, words, found, found, tokens, rows, parts, vocab_size),
-            MIN=MIN_TEMPERATURE, BLOCK=triton.next_power_of_2(parts), LIST=1, LISTED=0, IS_PART=False, num_warps=1,
-        )  # fmt: skip
-    return tokens
-
-
 def masses_from(logits: Tensor, scale: Scale, low: Tensor, shift: int, borders: range) -> Tensor:
     """Sum the mass from each border on, see SamplingKernels. Two launches."""
     rows, width = logits.shape

@@ -16,9 +16,6 @@ from eyas.kernels.arguments import MASS_BITS, MIN_TEMPERATURE, Draws, Kept, Rank
 from eyas.kernels.noise import exponential_noise
 from eyas.kernels.probabilities import draw_tokens, greedy, ids_or_nan, target_probs
 
-# Parts whose largest logit is further below that of the others, at the row's temperature, are never drawn.
-MAX_BELOW = 80.0
-
 
 def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
     """Draw a token of each row of logits [N, V], see SamplingKernels."""
@@ -44,7 +41,7 @@ def race(logits: Tensor, draws: Draws, first_id: int, vocab_size: int) -> Tensor
     if random:
         rows, drawn = upload(random, logits.device), draws.taken(random)
         base = top[rows].masked_fill(top[rows] == -torch.inf, 0.0)[:, None]
-        weights = torch.exp((logits[rows] - base) / _temperatures(drawn, logits.device)[:, None])
+        weights = torch.exp((logits[rows] - base) / temperatures_of(drawn, logits.device)[:, None])
         ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)
         noise = exponential_noise([key.seed for key in drawn.keys_of_rows], drawn.positions.tolist(), ids)
         scores[rows] = noise / weights
@@ -53,26 +50,14 @@ def race(logits: Tensor, draws: Draws, first_id: int, vocab_size: int) -> Tensor
     return torch.stack([top.view(torch.int32), best.view(torch.int32), ids.int()])
 
 
-def best_of_races(found: Tensor, draws: Draws, vocab_size: int) -> Tensor:
-    """Find the winner of all parts, see SamplingKernels."""
-    tops, scores, ids = found[:, 0].view(torch.float32), found[:, 1].view(torch.float32), found[:, 2].long()
-    largest, temperatures = tops.amax(0), _temperatures(draws, found.device)
-    is_random = upload(draws.by_row([key.temperature > 0 for key in draws.keys], np.bool_), found.device)
-    below = ((largest - tops) / temperatures).clamp(max=MAX_BELOW)
-    scaled = (scores * below.exp()).masked_fill(tops == -torch.inf, torch.inf)
-    best = torch.where(is_random, scaled, scores).min(0)
-    tokens = ids.gather(0, best.indices[None])[0]
-    is_unusable = (ids == vocab_size).any(0) | (is_random & (largest == -torch.inf))
-    return tokens.masked_fill(is_unusable, vocab_size)
-
-
 def _random_rows(draws: Draws) -> list[int]:
     """Return the rows with temperatures above 0."""
     rows: list[int] = np.flatnonzero(draws.by_row([key.temperature > 0 for key in draws.keys], np.bool_)).tolist()
     return rows
 
 
-def _temperatures(draws: Draws, device: torch.device) -> Tensor:
+def temperatures_of(draws: Draws, device: torch.device) -> Tensor:
+    """Return the temperature of each row's draw [N], above 0."""
     return upload(draws.by_row([max(key.temperature, MIN_TEMPERATURE) for key in draws.keys], np.float32), device)
 
 

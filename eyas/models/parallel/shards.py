@@ -30,7 +30,14 @@ from eyas.models.inputs import Segment
 from eyas.models.parallel.plans import GATHERED, plan_of, style_of
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling.acceptance import StepLogits
-from eyas.sampling.sharded import candidates, draw_candidates, likely_logits, takes_candidates, warm_up_search
+from eyas.sampling.sharded import (
+    best_of_races,
+    candidates,
+    draw_candidates,
+    likely_logits,
+    takes_candidates,
+    warm_up_search,
+)
 
 # How the plan's styles split a layer. Styles that only matter to gradients split nothing. Embeddings stay whole: a lookup
 # in local memory is cheaper than a sum over ranks.
@@ -356,9 +363,7 @@ class SharedVocabulary:
         """Compile what a rank draws with, so that no request waits for that. Nothing is exchanged."""
         draws, logits = Draws([NoiseKey(0, 1.0)], [0]), self.placeholder(1, device)
         warm_up_search(logits)
-        kernels = sampling_kernels(logits)
-        found = kernels.race(logits, draws, 0, self._vocab_size)
-        kernels.best_of_races(found.repeat(self._shard.size, 1, 1), draws, self._vocab_size)
+        sampling_kernels(logits).race(logits, draws, 0, self._vocab_size)
 
     def placeholder(self, num_rows: int, device: torch.device) -> Tensor:
         """Return what a rank gives `collect` for a pass whose result is not read."""
@@ -397,7 +402,7 @@ class SharedVocabulary:
             most = max(key.top_k for key in own.keys)
             found = candidates(rows, most, first_id) if kind == _LISTED else kernels.race(rows, own, first_id, size)
             if (parts := self._gather(found)) is not None:
-                drawn = draw_candidates(parts, own, size) if kind == _LISTED else kernels.best_of_races(parts, own, size)
+                drawn = draw_candidates(parts, own, size) if kind == _LISTED else best_of_races(parts, own, size)
                 if len(own) == len(draws):
                     return drawn
                 tokens.index_copy_(0, upload(np.flatnonzero(kinds == kind), logits.device), drawn)

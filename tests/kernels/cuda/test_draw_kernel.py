@@ -15,7 +15,7 @@ from eyas.kernels.noise import exponential_noise
 from eyas.kernels.plain import sampling as plain_kernels
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling import sharded as sharded_top_p
-from eyas.sampling.sharded import candidates, draw_candidates, likely_logits, takes_candidates
+from eyas.sampling.sharded import MAX_BELOW, best_of_races, candidates, draw_candidates, likely_logits, takes_candidates
 from tests.support.devices.rank_threads import RankThreads
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -80,7 +80,7 @@ def test_parts_of_the_vocabulary_draw_what_the_whole_draws(parts: int) -> None:
         for case in cases:
             for own in (plain_kernels, kernels):
                 found = [own.race(case[:, part].contiguous().to(DEVICE), rows, int(part[0]), VOCAB) for part in ids]
-                assert own.best_of_races(torch.stack(found), rows, VOCAB).tolist() == plain(case)
+                assert best_of_races(torch.stack(found), rows, VOCAB).tolist() == plain(case)
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -185,7 +185,7 @@ def test_scores_of_parts_keep_to_their_bound_of_rounding(scale: float) -> None:
         rest = (logits.amax(-1) - top.view(torch.float32)) / heat
         found = score.view(torch.float32) * rest.exp()
         wanted, distance = (x.gather(1, token.long()[:, None])[:, 0] for x in (exact, below))
-        error, is_drawable = (found.double() / wanted - 1).abs(), distance < plain_kernels.MAX_BELOW
+        error, is_drawable = (found.double() / wanted - 1).abs(), distance < MAX_BELOW
         assert is_drawable.any()
         assert (error <= (3 * distance + 12) * 2.0**-24)[is_drawable].all()
 

@@ -305,7 +305,7 @@ def expert_calls(sm: int) -> None:
 def sampling_calls(sm: int) -> None:
     """The draw of a few rows over the vocabulary of Llama 3, and the ranking of a level's children."""
     from eyas.kernels.arguments import Draws
-    from eyas.kernels.cuda.sampling import best_of_races, draw_rows, race, top_k
+    from eyas.kernels.cuda.sampling import draw_rows, race, top_k
     from eyas.protocol.commit import NoiseKey
     from eyas.sampling.sharded import warm_up_search
 
@@ -315,10 +315,8 @@ def sampling_calls(sm: int) -> None:
     if sm == min(SHARED_KIB):
         for size in (32000, 128256, 151936):  # lists of other sizes
             draw_rows(torch.zeros(64, size, device=META), draws[1])
-    found = race(torch.zeros(64, 32064, device=META), draws[0], 32064, 128256)
+    race(torch.zeros(64, 32064, device=META), draws[0], 32064, 128256)
     warm_up_search(torch.zeros(64, 32064, device=META))
-    if sm in WHOLE:
-        best_of_races(found.expand(4, 3, 64), draws[0], 128256)
     top_k(torch.zeros(10, 32000, device=META), 10)
 
 
