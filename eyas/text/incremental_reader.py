@@ -91,32 +91,30 @@ class TextReader:
                 self.rest = ""
                 return ""
 
-    def begins_with(self, text: str) -> Generator[None, None, bool]:
-        while len(self.rest) < len(text) and text.startswith(self.rest):
-            if not (yield from self.more()):
-                return False
-        return self.rest.startswith(text)
+    def begins_with(self, *texts: str) -> Generator[None, None, str]:
+        """Return the first of the texts that comes next; empty if none does."""
+        for text in texts:
+            while len(self.rest) < len(text) and text.startswith(self.rest):
+                if not (yield from self.more()):
+                    break
+            if self.rest.startswith(text):
+                return text
+        return ""
 
     def is_cut(self, *markers: str) -> bool:
         """Return whether the text ended before one of the markers, or inside of it; without any, whether it ended here."""
         return self._is_complete and any(marker.startswith(self.rest) for marker in markers or ("",))
 
-    def skip(self, text: str) -> Generator[None, None, bool]:
-        """Remove the text if it comes next; return whether it did."""
-        found = yield from self.begins_with(text)
-        if found:
-            self.take(len(text))
-        return found
+    def skip(self, *texts: str) -> Generator[None, None, str]:
+        """Remove and return the first of the texts that comes next; return an empty one if none does."""
+        return self.take(len((yield from self.begins_with(*texts))))
 
     def skip_end(self, *texts: str) -> Generator[None, None, bool]:
         """Remove the first of the texts that comes next, also if the output ends inside of it; return whether one did."""
-        for text in texts:
-            if (yield from self.skip(text)):
-                return True
-        if not self.rest or not self.is_cut(*texts):
-            return False
-        self.take(len(self.rest))
-        return True
+        found = yield from self.skip(*texts)
+        if not found and self.is_cut(*texts):
+            found = self.take(len(self.rest))
+        return bool(found)
 
     def take_while(self, characters: re.Pattern[str]) -> Generator[None, None, str]:
         """Remove and return the characters that match, MAX_HEADER at most."""

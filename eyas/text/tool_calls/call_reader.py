@@ -109,12 +109,6 @@ class CallReader(TextReader):
             space += yield from self.skip_space()
         return space
 
-    def _begins_with_any(self, *texts: str) -> Generator[None, None, bool]:
-        for text in texts:
-            if (yield from self.begins_with(text)):
-                return True
-        return False
-
     def _value_text(self, value: JsonValue, text: str = "") -> Generator[None, None, tuple[str, str]]:
         """Remove and return a value that has begun with a text, with "done", "broken" or "cut"."""
         parts = [text]

@@ -48,7 +48,7 @@ class ObjectReader(CallReader):
         while (yield from self._object(held, broken_until, names)):
             space = yield from self.skip_space()
             held = space
-            if (yield from self._begins_with_any(";", ",")):
+            if (yield from self.begins_with(";", ",")):
                 held = self.take(1) + (yield from self.skip_space())
             if (yield from self.begins_with("{")):
                 continue

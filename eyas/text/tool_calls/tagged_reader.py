@@ -55,7 +55,7 @@ class TaggedReader(ObjectReader):
                 space = yield from self.skip_space()
                 if (yield from self.skip_end("</tool_call>")):
                     continue
-                is_call = (yield from self.begins_with("<function")) and (yield from self._tagged_call(space))
+                is_call = bool((yield from self.begins_with("<function"))) and (yield from self._tagged_call(space))
                 if not is_call:
                     self._text(space)
             openers = ("<tool_call>",) if self.is_reasoning else ("<tool_call>", *FUNCTIONS)
@@ -69,15 +69,14 @@ class TaggedReader(ObjectReader):
 
     def _tagged_call(self, held: str) -> Generator[None, None, bool]:
         """Read JSON, <function=NAME> with parameters, or NAME with keys and values; return whether it was there."""
-        for function in FUNCTIONS:
-            if (yield from self.skip(function)):
-                return (yield from self._function(held + function))
-        if (yield from self._begins_with_any("{", "[", "```")):
+        if function := (yield from self.skip(*FUNCTIONS)):
+            return (yield from self._function(held + function))
+        if (yield from self.begins_with("{", "[", "```")):
             return (yield from self._objects(held, "</tool_call>"))
         name = yield from self.take_while(NAME)
         space = yield from self.skip_space()
         has_keys = yield from self.begins_with("<arg_key>")
-        is_known = name in self._tools and (yield from self._begins_with_any("</tool_call>", "{"))
+        is_known = name in self._tools and (yield from self.begins_with("</tool_call>", "{"))
         if not name or not (has_keys or is_known):
             self._refuse_name(held + name + space, name, "<arg_key>", "</tool_call>", *([] if name else (*FUNCTIONS, "```")))
             return False
@@ -97,7 +96,7 @@ class TaggedReader(ObjectReader):
             self._refuse_name(held, name, ">")
             return False
         space = yield from self.skip_space()
-        is_begun = yield from self._begins_with_any("<parameter", "</function>", "{")
+        is_begun = yield from self.begins_with("<parameter", "</function>", "{")
         if names and not is_begun and not self.is_cut("<parameter", "</function>", "{"):
             self._text(f"{held}>{space}")
             return False
@@ -114,7 +113,7 @@ class TaggedReader(ObjectReader):
         """Read the parameters of a call and its end. What the end of the text cuts stays unclosed: it is no JSON."""
         before = "{"
         yield from self.skip_space()
-        while (yield from self._skip_any(*tags.keys)):
+        while (yield from self.skip(*tags.keys)):
             keys: list[str] = []
             ends = (tags.key_end, tags.value) if tags.value else (tags.key_end,)
             end = yield from self.until(ends, keys.append)
@@ -134,12 +133,6 @@ class TaggedReader(ObjectReader):
             self._out.arguments("{" if before == "{" else "")
         elif before == ", ":
             self._out.arguments("}")
-
-    def _skip_any(self, *texts: str) -> Generator[None, None, bool]:
-        for text in texts:
-            if (yield from self.skip(text)):
-                return True
-        return False
 
     def _value(self, kind: ValueType, tags: ParameterTags) -> Generator[None, None, bool]:
         """Read the value of a parameter; return whether it has an end."""
