@@ -57,7 +57,6 @@ class HttpServer:
             )
         )
         self._server.handshake_timeout_s = limits.header_timeout_s
-        self._server.ending = asyncio.Event()
         self._config = config
         self._tls = tls
         self._loaded: Pem | None = None
@@ -86,7 +85,6 @@ class HttpServer:
             return
         self._server.config.timeout_graceful_shutdown = math.ceil(grace + ERROR_DELIVERY_S)
         self._server.should_exit = True
-        self._server.ending.set()
         ending = asyncio.get_running_loop().call_later(grace, self.end_requests, True)
         await asyncio.gather(self._serving, cancel_task(self._reloading))
         ending.cancel()
@@ -108,13 +106,6 @@ class HttpServer:
 
 class _Server(uvicorn.Server):
     handshake_timeout_s = 60.0
-    ending: asyncio.Event
-
-    async def main_loop(self) -> None:
-        """Renew the date of answers once a second, until `ending`. uvicorn's own loop wakes ten times."""
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ending.wait(), 1.0)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen as uvicorn does, with an own timeout for TLS handshakes."""
