@@ -62,7 +62,7 @@ _ANTHROPIC_TYPES: Mapping[int, str] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_PATH = "/v1/messages"
 _HTTP_KINDS: Mapping[int, ErrorKind] = {
     408: ErrorKind(408, "invalid_request_error", "timeout"),
     503: _KINDS[grpc.StatusCode.UNAVAILABLE],
@@ -72,18 +72,15 @@ _QUOTA = ErrorKind(429, "rate_limit_error", "rate_limit_exceeded")
 
 def error_response(error: EyasError, scope: Scope) -> JSONResponse:
     """Return the HTTP response to an error. scope: of the request."""
-    body = anthropic_error_body(error) if _is_anthropic(get_route_path(scope)) else error_body(error)
-    return JSONResponse(body, _kind(error).status, _headers(error))
+    return JSONResponse(error_body(error, get_route_path(scope)), _kind(error).status, _headers(error))
 
 
-def error_body(error: EyasError) -> dict[str, Any]:
-    """Return an error as JSON: the body of a response, or an event of a stream that has begun."""
-    return _body(_kind(error), str(error), error.param if isinstance(error, InvalidRequest) else "")
+def error_body(error: EyasError, path: str = "") -> dict[str, Any]:
+    """Return an error as JSON: the body of a response, or an event of a stream that has begun.
 
-
-def anthropic_error_body(error: EyasError) -> dict[str, Any]:
-    """Return an error as JSON in Anthropic's shape."""
-    return _anthropic_body(_kind(error).status, str(error))
+    path: of the request, which decides the shape.
+    """
+    return _shaped(_kind(error), str(error), path, error.param if isinstance(error, InvalidRequest) else "")
 
 
 def error_bytes(status: int, message: str, path: str = "") -> bytes:
@@ -147,27 +144,16 @@ def instead_of(path: str, routes: Collection[str]) -> str:
     return f"call {found}{doubled}" if found else ""
 
 
-def _is_anthropic(path: str) -> bool:
-    return path.startswith(_ANTHROPIC_PATH)
-
-
 def _kind(error: EyasError) -> ErrorKind:
     return _QUOTA if isinstance(error, RateLimited) else _KINDS.get(status_of(error), _INTERNAL)
 
 
-def _body(kind: ErrorKind, message: str, param: str = "") -> dict[str, Any]:
-    """Build the body. param: the field of the request body that caused the error; empty if no single one did."""
-    return {"error": {"message": message, "type": kind.type, "param": param or None, "code": kind.code}}
-
-
-def _shaped(kind: ErrorKind, message: str, path: str) -> dict[str, Any]:
-    """Return an error of HTTP itself in the shape of the API below a path."""
-    return _anthropic_body(kind.status, message) if _is_anthropic(path) else _body(kind, message)
-
-
-def _anthropic_body(status: int, message: str) -> dict[str, Any]:
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+def _shaped(kind: ErrorKind, message: str, path: str, param: str = "") -> dict[str, Any]:
+    """Return an error in the shape of the API below a path. param: the wrong field of the body; empty if it is no single one."""
+    if not path.startswith(ANTHROPIC_PATH):
+        return {"error": {"message": message, "type": kind.type, "param": param or None, "code": kind.code}}
+    type_ = _ANTHROPIC_TYPES.get(kind.status, "invalid_request_error" if kind.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": type_, "message": message}}
 
 
 def _headers(error: EyasError) -> dict[str, str]:

@@ -160,20 +160,19 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         self._sent_at = asyncio.get_running_loop().time()
         keepalive = asyncio.create_task(self._send_comments(send))
-        failure: EyasError | None = None
         try:
-            try:
-                while event is not None:
-                    await self._write(send, await encoded(event, self._writer.before(event)))
-                    event = await anext(self._events, None)
-            except EyasError as error:
-                log.warning("request %s: %s", self._writer.id, error, extra={"rate_limited": True})
-                failure = error
-            for blocks in self._writer.last_frames(failure):
-                await self._write(send, blocks)
+            while event is not None:
+                await self._send_event(send, event)
+                event = await anext(self._events, None)
+        except EyasError as error:
+            log.warning("request %s: %s", self._writer.id, error, extra={"rate_limited": True})
+            await self._send_event(send, self._writer.failure(error))
         finally:
             await cancel_task(keepalive)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        await send({"type": "http.response.body", "body": self._writer.end, "more_body": False})
+
+    async def _send_event(self, send: Send, event: dict[str, Any]) -> None:
+        await self._write(send, await encoded(event, self._writer.before(event)))
 
     async def _send_comments(self, send: Send) -> None:
         """Send a comment whenever the stream has been silent for the interval, until cancelled."""

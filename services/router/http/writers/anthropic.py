@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 from eyas.api.outputs import TextChunk
 from eyas.errors import EyasError
 from eyas.services.router.dispatch.generation import ReadyChunks
-from eyas.services.router.http.errors import anthropic_error_body
-from eyas.services.router.http.writers.json_blocks import END_OF_EVENT, event_name, json_blocks
+from eyas.services.router.http.errors import ANTHROPIC_PATH, error_body
+from eyas.services.router.http.writers.json_blocks import event_name
 from eyas.services.router.http.writers.openai import ResponseWriter, stream_events
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -74,13 +74,12 @@ class MessagesWriter:
         yield {"type": "message_delta", "delta": self._ending, "usage": _usage(ending["usage"])}
         yield {"type": "message_stop"}
 
-    before = staticmethod(event_name)
+    def failure(self, error: EyasError) -> dict[str, Any]:
+        """Return the event of an error after the first event."""
+        return error_body(error, ANTHROPIC_PATH)
 
-    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
-        """Yield what ends a stream. error: what failed after the first event."""
-        if error is not None:
-            event = anthropic_error_body(error)
-            yield json_blocks(event, self.before(event), END_OF_EVENT)
+    before = staticmethod(event_name)
+    end = b""
 
 
 class _Blocks:

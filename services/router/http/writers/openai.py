@@ -23,7 +23,7 @@ from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
 from eyas.services.router.http.bodies.tools import message_delta, whole_message
 from eyas.services.router.http.errors import error_body, named_by
-from eyas.services.router.http.writers.json_blocks import END_OF_EVENT, json_blocks, num_values, pieces
+from eyas.services.router.http.writers.json_blocks import num_values, pieces
 from eyas.services.router.http.writers.logprobs import (
     chat_logprobs,
     completion_logprobs,
@@ -95,10 +95,16 @@ class TextDelta:
 
 
 class StreamWriter(Protocol):
-    """Writer of the response to one request, whole or as events, in the form of one API. id: of the request."""
+    """Writer of the response to one request, whole or as events, in the form of one API.
+
+    id: of the request. end: what comes after the last event of a stream.
+    """
 
     @property
     def id(self) -> str: ...
+
+    @property
+    def end(self) -> bytes: ...
 
     async def response(self, chunks: ReadyChunks) -> dict[str, Any]: ...
 
@@ -106,9 +112,9 @@ class StreamWriter(Protocol):
 
     def last_events(self) -> Iterator[dict[str, Any]]: ...
 
-    def before(self, event: dict[str, Any]) -> str: ...
+    def failure(self, error: EyasError) -> dict[str, Any]: ...
 
-    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]: ...
+    def before(self, event: dict[str, Any]) -> str: ...
 
 
 async def stream_events(
@@ -214,19 +220,19 @@ class ResponseWriter:
         if self.body.ends_with_usage:
             yield {"choices": []} | self._usage()
 
+    def failure(self, error: EyasError) -> dict[str, Any]:
+        """Return the event of an error after the first event."""
+        return error_body(error)
+
     def before(self, event: dict[str, Any]) -> str:
-        """Return what comes before the JSON of an event: the beginning of its object, which all events share."""
-        return self._before_event
+        """Return what comes before the JSON of an event: the beginning of its object, which all but an error share."""
+        return self._before_event if "choices" in event else "data: "
+
+    end = b"data: [DONE]\n\n"
 
     @cached_property
     def _before_event(self) -> str:
         return "data: " + "".join(pieces(self._constants("chat.completion.chunk")))[:-1] + ","
-
-    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
-        """Yield what ends a stream. error: what failed after the first event."""
-        if error is not None:
-            yield json_blocks(error_body(error), "data: ", END_OF_EVENT)
-        yield [f"data: [DONE]{END_OF_EVENT}".encode()]
 
     def reserve(self, hold: Callable[[int], None]) -> None:
         """Count the log-probabilities of the prompts before a verifier computes them. hold: counts all that is kept."""

@@ -11,8 +11,7 @@ from eyas.api.outputs import TextChunk
 from eyas.errors import EyasError
 from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.bodies.responses import ResponsesBody
-from eyas.services.router.http.errors import error_body
-from eyas.services.router.http.writers.json_blocks import END_OF_EVENT, event_name, json_blocks, num_values
+from eyas.services.router.http.writers.json_blocks import event_name, num_values
 from eyas.services.router.http.writers.openai import ResponseWriter, stream_events
 
 # Estimates of the memory of what is kept until the last event: of a chunk's text, and of a value of JSON.
@@ -63,15 +62,13 @@ class ResponsesWriter:
             yield from self._done(self._items[-1])
         yield self._event(f"response.{response['status']}", response=response)
 
-    before = staticmethod(event_name)
+    def failure(self, error: EyasError) -> dict[str, Any]:
+        """Return the event of an error after the first event."""
+        reason = {"code": "server_error", "message": str(error)}
+        return self._event("response.failed", response=self._response("failed") | {"error": reason})
 
-    def last_frames(self, error: EyasError | None = None) -> Iterator[list[bytes]]:
-        """Yield what ends a stream. error: what failed after the first event."""
-        if error is not None:
-            reason = error_body(error)["error"]
-            failure = {"code": "server_error", "message": reason["message"]}
-            event = self._event("response.failed", response=self._response("failed") | {"error": failure})
-            yield json_blocks(event, self.before(event), END_OF_EVENT)
+    before = staticmethod(event_name)
+    end = b""
 
     def _add(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
         """Take what a chunk adds; yield its events.
