@@ -13,7 +13,6 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +58,6 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._has_thinking_parts = bool(_THINKING_PART.search(source + tool_source))
         self._has_documents = bool(re.search(r"\bdocuments\b", source + tool_source))
-        self._shown = dict[str, bool | None]()
         self._sandbox = BoundedSandbox()
         try:
             self._template = self._sandbox.from_string(source)
@@ -72,6 +70,8 @@ class ChatTemplate:
         self._part_roles = frozenset[str]()
         try:
             self._find_part_roles()
+            self._shown = {case: self._shows(*messages) for case, messages in _CASES.items()}
+            self._hides_results = self._is_hidden(*_CASES["tool"])
         except CostlyTemplate as error:
             raise ConfigError(
                 f"the chat template of {model} fails on a short chat: {error}; set another chat_template"
@@ -135,26 +135,26 @@ class ChatTemplate:
         Raises InvalidRequest for messages that have no place.
         """
         self._check_tools_shown(messages)
-        for role in {str(message["role"]) for message in messages} - _ROLE_PROBES.keys() - {"developer"}:
+        for role in {str(message["role"]) for message in messages} - {*_ROLES, "developer"}:
             if self._shows({"role": role, "content": _PROBE}, _USER) is False:
                 raise InvalidRequest(f"the model's chat template shows no messages of the role {shown(role)}", "messages")
-        if any(message["role"] == "developer" for message in messages) and not self._shows_case("developer"):
+        if any(message["role"] == "developer" for message in messages) and not self._shown["developer"]:
             messages = [message | {"role": "system"} if message["role"] == "developer" else message for message in messages]
         first = [*takewhile(_is_instruction, messages)]
-        if any(map(_is_instruction, messages[len(first) :])) and self._shows_case("later instructions") is False:
+        if any(map(_is_instruction, messages[len(first) :])) and self._shown["later instructions"] is False:
             reason = "the model's chat template shows system messages at the beginning only; put them there"
             raise InvalidRequest(reason, "messages")
-        if first and self._hides_instructions:
+        if first and not self._shown["system"] and self._shown["user"]:
             messages = _with_instructions_in_user(messages[len(first) :], first, at=0)
-        elif first and messages[-1]["role"] != "user" and self._shows_case("instructions after users") is False:
+        elif first and messages[-1]["role"] != "user" and self._shown["instructions after users"] is False:
             messages = _with_instructions_in_user(messages[len(first) :], first, at=-1)
-        elif len(first) > 1 and not self._shows_case("two instructions"):
+        elif len(first) > 1 and not self._shown["two instructions"]:
             messages = [first[0] | {"content": _joined_contents(first)}, *messages[len(first) :]]
-        if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._shows_case("two calls"):
+        if any(len(message.get("tool_calls", ())) > 1 for message in messages) and not self._shown["two calls"]:
             messages = [*_one_call_each(messages)]
         if self.format.tool_call_parser == "mistral":
             messages = [*map(_with_short_ids, messages)]
-        if any("tool_calls" in message for message in messages) and self._takes_text_arguments:
+        if self._shown["call"] is None and self._shown["call with text"]:  # as DeepSeek's, which joins it with other text
             messages = [*map(_with_text_arguments, messages)]
         if self._has_thinking_parts:
             return [*map(_with_thinking_part, messages)]
@@ -164,40 +164,18 @@ class ChatTemplate:
         if any(message["role"] == "tool" for message in messages) and self._hides_results:
             reason = "the model's chat template shows no results of tools; put them into a user's message"
             raise InvalidRequest(reason, "messages")
-        if any("tool_calls" in message for message in messages) and self._hides_calls:
+        hides_calls = self._shown["call"] is False and not self._shown["call with text"]
+        if any("tool_calls" in message for message in messages) and hides_calls:
             reason = "the model's chat template shows no calls of tools; put them into the content"
             raise InvalidRequest(reason, "messages")
 
     def _find_part_roles(self) -> None:
         """Find the roles whose text is shown only as a list of parts, as in templates of many models that see images."""
-        for role, messages in _ROLE_PROBES.items():
-            if not self._shows(*messages):
+        for role in _ROLES:
+            if not self._shows(*_CASES[role]):
                 before, self._part_roles = self._part_roles, self._part_roles | {role}
-                if not self._shows(*messages):
+                if not self._shows(*_CASES[role]):
                     self._part_roles = before
-
-    @cached_property
-    def _hides_results(self) -> bool:
-        return self._is_hidden(*_ROLE_PROBES["tool"])
-
-    @cached_property
-    def _hides_calls(self) -> bool:
-        return self._shows(_USER, _CALL) is False and not self._shows(_USER, _with_text_arguments(_CALL))
-
-    @cached_property
-    def _takes_text_arguments(self) -> bool:
-        """Templates such as those of DeepSeek join the arguments of calls with other text."""
-        return self._shows(_USER, _CALL) is None and bool(self._shows(_USER, _with_text_arguments(_CALL)))
-
-    @cached_property
-    def _hides_instructions(self) -> bool:
-        return not self._shows(*_ROLE_PROBES["system"]) and bool(self._shows(*_ROLE_PROBES["user"]))
-
-    def _shows_case(self, case: str) -> bool | None:
-        """Return what `_shows` does for a case of _CASES, tried once."""
-        if case not in self._shown:
-            self._shown[case] = self._shows(*_CASES[case])
-        return self._shown[case]
 
     def _is_hidden(self, *messages: dict[str, Any]) -> bool:
         """Return whether the text of these messages is the same without the last one. Not if the template refuses them."""
@@ -227,36 +205,37 @@ _USER: dict[str, Any] = {"role": "user", "content": "Hello"}
 _THINKING_PART = re.compile(r"""\[['"]thinking['"]\]""")
 
 
-def _call(name: str, number: int, **arguments: Any) -> dict[str, Any]:
-    return {"id": f"c0000000{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
+def _call(name: str, number: int = 0, arguments: object = None) -> dict[str, Any]:
+    return {"id": f"c0000000{number}", "type": "function", "function": {"name": name, "arguments": arguments or {}}}
 
 
-# A template that shows either the name or the arguments shows the call.
-_CALL = {"role": "assistant", "content": "", "tool_calls": [_call(_PROBE, 0, **{_PROBE: 1})]}
+def _calling(*calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": "", "tool_calls": [*calls]}
 
 
-def _calls(*names: str) -> list[dict[str, Any]]:
+def _calls(*names: str, result: str = "r") -> list[dict[str, Any]]:
     """Return a message with calls, and their results."""
     calls = [_call(name, number) for number, name in enumerate(names)]
-    results = [{"role": "tool", "tool_call_id": call["id"], "name": "first", "content": "r"} for call in calls]
-    return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+    results = [{"role": "tool", "tool_call_id": call["id"], "name": "first", "content": result} for call in calls]
+    return [_calling(*calls), *results]
 
 
-# Messages whose text should be shown, by their role; that of the user comes first, because the others hold one.
-_ROLE_PROBES: Mapping[str, tuple[dict[str, Any], ...]] = {
-    "user": ({"role": "user", "content": _PROBE},),
-    "system": ({"role": "system", "content": _PROBE}, _USER),
-    "assistant": (_USER, {"role": "assistant", "content": _PROBE}, _USER),
-    "tool": (_USER, *_calls("first")[:-1], {**_calls("first")[-1], "content": _PROBE}),
-}
-
-# Messages that some templates show only in part. What they may leave out is the probe.
 _SYSTEM: dict[str, Any] = {"role": "system", "content": _PROBE}
+# Messages whose text should be shown, by their role; that of the user comes first, because the others hold one.
+_ROLES = ("user", "system", "assistant", "tool")
+# These, and messages that some templates show only in part. What they may leave out is the probe. A template that shows
+# either the name or the arguments shows a call.
 _CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
+    "user": ({"role": "user", "content": _PROBE},),
+    "system": (_SYSTEM, _USER),
+    "assistant": (_USER, {"role": "assistant", "content": _PROBE}, _USER),
+    "tool": (_USER, *_calls("first", result=_PROBE)),
     "developer": ({"role": "developer", "content": _PROBE}, _USER),
     "two instructions": (_SYSTEM | {"content": "Hello"}, _SYSTEM, _USER),
     "later instructions": (_USER, {"role": "assistant", "content": "Hello"}, _SYSTEM, _USER),
     "instructions after users": (_SYSTEM, _USER, *_calls("first")),
+    "call": (_USER, _calling(_call(_PROBE, arguments={_PROBE: 1}))),
+    "call with text": (_USER, _calling(_call(_PROBE, arguments=f'{{"{_PROBE}": 1}}'))),
     "two calls": (_USER, *_calls("first", _PROBE)),
 }
 
