@@ -174,9 +174,8 @@ class WorkerPool:
         if usable != self._usable:
             self._usable = usable
             self.notify()
-        connected = [v for v in verifiers.values() if self._is_connected(v)]
-        unhealthy = self.snapshot().unhealthy
-        self.reachable = tuple(verifier for verifier in connected if verifier.incarnation not in unhealthy)
+        ejected = self._outliers.ejected
+        self.reachable = tuple(verifier for name, verifier in verifiers.items() if usable[name] and name not in ejected)
         for name in self._outliers.due_probes:
             if name in verifiers and name not in self._probes:
                 self._probes[name] = asyncio.create_task(self._probe(verifiers[name]), name="probe")
