@@ -14,7 +14,7 @@ from functools import cache
 from eyas.api.request import ReasoningBudget, StructuredOutputs
 from eyas.errors import InvalidRequest
 from eyas.services.router.http.bodies.tools import ToolFields
-from eyas.services.router.http.tool_tags import Format, const_string, tag_writer
+from eyas.services.router.http.tool_tags import TAG_WRITERS, Format, TagWriter, const_string
 from eyas.text.chat_parser import REASONING_MARKS, THINK_TAGS, ChatFormat, ChatParser
 from eyas.text.tokenizer import Tokenizer
 from eyas.text.tool_call_arguments import ArgumentTypes
@@ -113,7 +113,8 @@ def output_constraint(
         is_special: whether a text is a special token of the model; None if it is no token.
     """
     tools, mode = fields.called_tools, fields.tool_choice.mode
-    writer = tag_writer(form, is_special, tools, fields.max_calls is None)
+    kind = TAG_WRITERS[form.tool_call_parser] if form.tool_call_parser else TagWriter
+    writer = kind(form, is_special, tools, is_parallel=fields.max_calls is None)
     if tools and mode == "required":
         return _structured(writer.after_reasoning(writer.calls(), in_reasoning))
     if given is not None:

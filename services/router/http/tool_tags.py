@@ -278,14 +278,6 @@ TAG_WRITERS: Mapping[ToolParserName, type[TagWriter]] = {
 }
 
 
-def tag_writer(
-    form: ChatFormat, is_special: Callable[[str], bool | None], tools: Sequence[Tool], is_parallel: bool
-) -> TagWriter:
-    """Return the writer of a format; that of Hermes for a model that writes no calls. The arguments: see TagWriter."""
-    kind = TAG_WRITERS[form.tool_call_parser] if form.tool_call_parser else TagWriter
-    return kind(form, is_special, tools, is_parallel)
-
-
 _ANY: Format = {"type": "regex", "pattern": r"(.|\n)*"}
 
 
