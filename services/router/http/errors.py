@@ -18,6 +18,7 @@ import grpc
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import ValidationError
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -104,7 +105,8 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
-    async def validation_error(request: Request, error: RequestValidationError) -> Response:
+    @app.exception_handler(ValidationError)
+    async def validation_error(request: Request, error: RequestValidationError | ValidationError) -> Response:
         return error_response(invalid_body(error.errors()), request.scope)
 
     @app.exception_handler(HTTPException)
@@ -149,7 +151,7 @@ def _kind(error: EyasError) -> ErrorKind:
 
 
 def _shaped(kind: ErrorKind, message: str, path: str, param: str = "") -> dict[str, Any]:
-    """Return an error in the shape of the API below a path. param: the wrong field of the body; empty if it is no single one."""
+    """Return an error in the shape of the API below a path. param: the wrong field of the body; empty if there is none."""
     if not path.startswith(ANTHROPIC_PATH):
         return {"error": {"message": message, "type": kind.type, "param": param or None, "code": kind.code}}
     type_ = _ANTHROPIC_TYPES.get(kind.status, "invalid_request_error" if kind.status < 500 else "api_error")

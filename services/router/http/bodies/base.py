@@ -16,7 +16,6 @@ from functools import cache, partial
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from fastapi import Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import (
@@ -284,16 +283,11 @@ class _JsonRequest(Request):
     async def json(self) -> BaseModel:
         """Return the body as its model, which FastAPI takes as it is."""
         body, state = await self.body(), self.app.state
+        parse = partial(parse_body, body, self._model, state.max_request_values, state.field_policy)
+        threads: ClientThreads = state.service.threads
         try:
-            if len(body) <= LARGE_REQUEST_BYTES:
-                return parse_body(body, self._model, state.max_request_values, state.field_policy)
-            threads: ClientThreads = state.service.threads
-            parse = partial(parse_body, body, self._model, state.max_request_values, state.field_policy)
-            return await threads.run(self.state.caller, parse)
-        except ValidationError as error:
-            self.error = RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()])
-            raise self.error from None
-        except InvalidRequest as error:
+            return parse() if len(body) <= LARGE_REQUEST_BYTES else await threads.run(self.state.caller, parse)
+        except Exception as error:
             self.error = error
             raise
 

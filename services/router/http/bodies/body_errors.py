@@ -29,8 +29,6 @@ def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] in ("model_type", "dataclass_type"):
         message = message.partition(" or instance of ")[0]  # of a class of ours
-    if error["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not JSON: {message}")
     if not location:
         return InvalidRequest("the body must be a JSON object, sent with the header 'Content-Type: application/json'")
     param = _path(location)

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from eyas.config import LimitsConfig
 from eyas.errors import InvalidRequest
 from eyas.rpc.admission import MemoryBudget
+from eyas.services.router import client_threads
 from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.dispatch.generation import MAX_CONCURRENT_COMPLETIONS
 from eyas.services.router.http.bodies.base import parse_body
@@ -80,6 +81,13 @@ async def test_a_kept_connection_ends_when_idle_or_half_used() -> None:
             writer.write(b"GET /")
             assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
         writer.close()
+
+
+async def test_a_long_body_that_must_wait_too_long_is_429(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_threads, "MAX_WAITING", 0)
+    async with http_router(url) as base:
+        answer = await post(base, "/v1/completions", ALL | {"prompt": "a" * 20_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
 
 
 async def test_without_a_key_no_body_is_awaited(url: str) -> None:
