@@ -17,20 +17,27 @@ from eyas.services.router.http.writers.json_blocks import event_name
 from eyas.services.router.http.writers.openai import ResponseWriter, stream_events
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
-_DELTAS = {"thinking": "thinking", "text": "text", "tool_use": "partial_json"}
+# The type of an event that adds to a block, and what holds the addition, by the type of the block.
+_DELTAS = {
+    "thinking": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 _BYTES_PER_EVENT = 256  # that are kept until the message is sent, estimated
 
 
 @dataclass
 class MessagesWriter:
-    """Writer of a chat as Anthropic's message. chat: writes the chat."""
+    """Writer of a chat as Anthropic's message. chat: writes the chat.
+
+    Content blocks are thinking, text, and one for each call of a tool. Clients send thinking back with its signature, and
+    some drop it without one. Nothing here checks it.
+    """
 
     chat: ResponseWriter
     _has_started: bool = False
+    _blocks: list[_Block] = field(default_factory=list)
     _ending: dict[str, Any] = field(default_factory=lambda: {"stop_reason": None, "stop_sequence": None})
-
-    def __post_init__(self) -> None:
-        self._blocks = _Blocks(self.id)
 
     @property
     def id(self) -> str:
@@ -38,20 +45,18 @@ class MessagesWriter:
         return self.chat.id
 
     async def response(self, chunks: ReadyChunks) -> dict[str, Any]:
-        """Return the whole message, which its events make. Raises RequestFailed if the completion failed."""
-        message, content = dict[str, Any](), list[_WholeBlock]()
+        """Return the whole message. Raises RequestFailed if the completion failed."""
+        message = dict[str, Any]()
         async with aclosing(stream_events(self, chunks, self.chat.body.name_of)) as events:
             async for event in events:
                 self.chat.hold(_BYTES_PER_EVENT)
                 if event["type"] == "message_start":
                     message = event["message"]
-                elif event["type"] == "content_block_start":
-                    content.append(_WholeBlock(event["content_block"]))
                 elif event["type"] == "content_block_delta":
-                    content[-1].add(event["delta"])
+                    self._blocks[-1].add(event["delta"])
                 elif event["type"] == "message_delta":
                     message |= event["delta"] | {"usage": event["usage"]}
-        return message | {"content": [block.whole() for block in content]}
+        return message | {"content": [block.whole() for block in self._blocks]}
 
     def events(self, ready: Sequence[TextChunk]) -> Iterator[dict[str, Any]]:
         """Yield the events of the chunks that are ready. Raises RequestFailed if the completion failed."""
@@ -63,13 +68,13 @@ class MessagesWriter:
                 yield {"type": "message_start", "message": named | self._ending | {"usage": usage}}
                 yield {"type": "ping"}
             for choice in event["choices"]:
-                yield from self._blocks.add(choice["delta"])
+                yield from self._add(choice["delta"])
                 if choice["finish_reason"]:
                     self._ending = _ending(choice)
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         """Yield the events that end the message."""
-        yield from self._blocks.close()
+        yield from self._end_block()
         (ending,) = self.chat.last_events()
         yield {"type": "message_delta", "delta": self._ending, "usage": _usage(ending["usage"])}
         yield {"type": "message_stop"}
@@ -81,70 +86,56 @@ class MessagesWriter:
     before = staticmethod(event_name)
     end = b""
 
-
-class _Blocks:
-    """The content blocks of a stream: thinking, text, and one for each call of a tool. One is open at a time.
-
-    Clients send thinking back with its signature, and some drop it without one. Nothing here checks it.
-    """
-
-    def __init__(self, signature: str) -> None:
-        self._signature = signature
-        self._index = -1
-        self._open: str | int = ""  # "thinking", "text", or the index of a call
-
-    def add(self, delta: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events of what a chunk adds to the message."""
         if thinking := delta.get("reasoning_content"):
-            if self._open != "thinking":
-                yield from self._start("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-            yield self._delta({"type": "thinking_delta", "thinking": thinking})
+            yield from self._add_to("thinking", {"type": "thinking", "thinking": "", "signature": ""}, thinking)
         if text := delta.get("content"):
-            if self._open != "text":
-                yield from self._start("text", {"type": "text", "text": ""})
-            yield self._delta({"type": "text_delta", "text": text})
+            yield from self._add_to("text", {"type": "text", "text": ""}, text)
         for call in delta.get("tool_calls") or ():
-            if self._open != call["index"]:
-                tool = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
-                yield from self._start(call["index"], tool)
-            if arguments := call["function"].get("arguments"):
-                yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+            function = call["function"]
+            begun = {"type": "tool_use", "id": call.get("id"), "name": function.get("name"), "input": {}}
+            yield from self._add_to(call["index"], begun, function.get("arguments", ""))
 
-    def close(self) -> Iterator[dict[str, Any]]:
-        """Yield the end of the open block."""
-        if self._open == "thinking":
-            yield self._delta({"type": "signature_delta", "signature": self._signature})
-        if self._open != "":
-            yield {"type": "content_block_stop", "index": self._index}
-            self._open = ""
+    def _add_to(self, key: str | int, begun: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
+        """Yield the events of a text for the last block, or for a new one if that has another key."""
+        if not self._blocks or self._blocks[-1].key != key:
+            yield from self._end_block()
+            self._blocks.append(_Block(key, begun))
+            yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": begun}
+        if text:
+            kind, name = _DELTAS[begun["type"]]
+            yield self._delta({"type": kind, name: text})
 
-    def _start(self, kind: str | int, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield from self.close()
-        self._index, self._open = self._index + 1, kind
-        yield {"type": "content_block_start", "index": self._index, "content_block": block}
+    def _end_block(self) -> Iterator[dict[str, Any]]:
+        """Yield the end of the last block."""
+        if not self._blocks:
+            return
+        if self._blocks[-1].key == "thinking":
+            self._blocks[-1].begun["signature"] = self.id
+            yield self._delta({"type": "signature_delta", "signature": self.id})
+        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
-        return {"type": "content_block_delta", "index": self._index, "delta": delta}
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
 
 
-class _WholeBlock:
-    """A content block, from the events of a stream."""
+@dataclass
+class _Block:
+    """A content block. key: its type, or the index of a call. begun: the block without its text."""
 
-    def __init__(self, begun: dict[str, Any]) -> None:
-        self._begun = begun
-        self._parts: list[str] = []
+    key: str | int
+    begun: dict[str, Any]
+    parts: list[str] = field(default_factory=list)
 
     def add(self, delta: Mapping[str, str]) -> None:
-        """Take an event's delta."""
-        if delta["type"] == "signature_delta":
-            self._begun |= {"signature": delta["signature"]}
-        else:
-            self._parts.append(delta[_DELTAS[self._begun["type"]]])
+        """Keep what an event adds."""
+        self.parts.append(delta.get(_DELTAS[self.begun["type"]][1], ""))
 
     def whole(self) -> dict[str, Any]:
         """Return the block."""
-        kind, text = self._begun["type"], "".join(self._parts)
-        return self._begun | ({"input": _arguments(text)} if kind == "tool_use" else {kind: text})
+        kind, text = self.begun["type"], "".join(self.parts)
+        return self.begun | ({"input": _arguments(text)} if kind == "tool_use" else {kind: text})
 
 
 def _arguments(text: str) -> dict[str, Any]:
