@@ -9,7 +9,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from eyas.config import PeersConfig
+from eyas.config import PeersConfig, TlsConfig
 
 WORKERS = "workers.eyas"
 _PEM = serialization.Encoding.PEM
@@ -60,6 +60,11 @@ class Authority:
         }
         for file, content in files.items():
             (folder / file).write_bytes(content)
+
+
+def tls_config(folder: Path) -> TlsConfig:
+    """Settings of a server that name the files of a folder."""
+    return TlsConfig(str(folder / "tls.crt"), str(folder / "tls.key"))
 
 
 def peers(folder: Path, **changes: object) -> PeersConfig:

@@ -107,6 +107,17 @@ async def http_server(app: Any, tls: TlsConfig | None = None, limits: LimitsConf
         await server.stop(0.2)
 
 
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """An ASGI application that sends back each body."""
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    length = (b"content-length", str(len(body)).encode())
+    await send({"type": "http.response.start", "status": 200, "headers": [length]})
+    await send({"type": "http.response.body", "body": body})
+
+
 @asynccontextmanager
 async def served(url: str, script: Script | None = None, **router: Any) -> AsyncIterator[AsyncOpenAI]:
     """Run a router of one verifier; yields a client that does not retry."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextvars
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -43,7 +43,6 @@ from tests.support.services.scripted_verifier import (
     Script,
     ScriptedVerifier,
     call_with,
-    failure,
     router,
     send,
     until,
@@ -245,31 +244,6 @@ async def test_a_feed_that_is_lost_loses_no_chunk(num_fed: int, is_complete: boo
         assert received.tokens == [1]
 
 
-class LosingVerifier(ScriptedVerifier):
-    """A verifier whose last chunk counts chunks that the feed does not have."""
-
-    def __init__(self, script: Script) -> None:
-        super().__init__(script)
-        self.calls = script.calls
-
-    async def Generate(self, message: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        call = generate_call_from_proto(message)
-        self.calls.append(call)
-        with self.feeds.call(call, context) as write:
-            await write(TextChunk(Chunk("", REST[:1], (False,))))
-            await context.write(generation_pb2.GenerateChunk(token_ids=REST[1:2], is_draft_token=[False], num_fed=9))
-
-
-async def test_calls_of_a_feed_that_stops_stall(url: str) -> None:
-    """All of such a call's own stream has been read, so that cancelling the stream wakes no reader."""
-    script = Script(REST)
-    once = RetryConfig(max_attempts=1)
-    async with worker(url, script, servicer=LosingVerifier), router(url, stall_timeout_s=0.2, retry=once) as address:
-        while not script.calls or not script.calls[-1].feed_id:
-            code, details = await failure(address, CALL)
-        assert (code, details) == (grpc.StatusCode.UNAVAILABLE, "the verifier sent nothing for 0.2 s")
-
-
 class BreakingFeeds(ChunkFeeds):
     """Feeds that break once a call has come, with a chunk of it."""
 
@@ -324,25 +298,15 @@ async def test_a_call_that_failed_takes_no_more_chunks() -> None:
     assert received.tokens == [1]
 
 
-async def test_each_attempt_of_a_slow_client_leaves_its_feed() -> None:
+@pytest.mark.parametrize(("size", "number"), [(1, 3 * MAX_READY), (2**12, MAX_READY // 2)])
+async def test_each_attempt_of_a_slow_client_leaves_its_feed(size: int, number: int) -> None:
+    """After many chunks, or a few large ones."""
     queue = ReadyQueue()
-    deadline = asyncio.get_running_loop().time() + 60
+    deadline, most = asyncio.get_running_loop().time() + 60, call_with(max_tokens=10**6).request
+    message = generation_pb2.GenerateChunk(token_ids=[1] * size, is_draft_token=[False] * size)
     for _ in range(2):
-        call = UpstreamCall(call_with(max_tokens=10**6).request, deadline, 10, of_queue(queue), queue.wait_for_room)
-        assert [call.add(chunk_of(1)) for _ in range(3 * MAX_READY)].count(True) == 1
-
-
-def of_queue(queue: ReadyQueue) -> Callable[[Chunk], bool]:
-    return lambda chunk: queue.add(TextChunk(chunk))
-
-
-async def test_large_chunks_of_a_slow_client_leave_their_feed() -> None:
-    queue = ReadyQueue()
-    most = call_with(max_tokens=10**6).request
-    large = 2**12
-    call = UpstreamCall(most, asyncio.get_running_loop().time() + 60, 10, of_queue(queue), queue.wait_for_room)
-    message = generation_pb2.GenerateChunk(token_ids=[1] * large, is_draft_token=[False] * large)
-    assert [call.add(message) for _ in range(MAX_READY // 2)].count(True) == 1
+        call = UpstreamCall(most, deadline, 10, lambda chunk: queue.add(TextChunk(chunk)), queue.wait_for_room)
+        assert [call.add(message) for _ in range(number)].count(True) == 1
 
 
 async def test_what_a_fed_chunk_causes_is_logged_for_its_request() -> None:
@@ -391,15 +355,6 @@ async def test_a_chunk_that_waits_for_others_of_its_feed_stalls() -> None:
         await Received().call().run(Stream(chunk_of(1, num_fed=9)), 0.1)  # type: ignore[arg-type]
 
 
-async def test_a_chunk_that_counts_those_of_no_feed_is_a_failure() -> None:
-    async with connected(Verifier(), ChunkFeedServicer()) as channel:
-        feed = VerifierFeed(channel, Peers())
-        call = Received().call()
-        with feed.call(call), pytest.raises(FeedLost):
-            await call.run(Stream(chunk_of(1, num_fed=1)), 60.0)  # type: ignore[arg-type]
-        await feed.close()
-
-
 async def test_an_invalid_chunk_of_a_feed_fails_its_call_only() -> None:
     call = Received().call()
     assert not call.add(chunk_of(10))
@@ -408,11 +363,15 @@ async def test_an_invalid_chunk_of_a_feed_fails_its_call_only() -> None:
 
 
 async def test_a_verifier_without_feeds_is_called_as_before() -> None:
+    """A chunk that counts those of a feed is a failure then."""
     async with connected(Verifier(), ChunkFeedServicer()) as channel:
         feed = VerifierFeed(channel, Peers())
         await asyncio.sleep(0.2)
-        with feed.call(Received().call()) as named:
+        call = Received().call()
+        with feed.call(call) as named:
             assert named == ("", 0)
+            with pytest.raises(FeedLost):
+                await call.run(Stream(chunk_of(1, num_fed=1)), 60.0)  # type: ignore[arg-type]
         await feed.close()
 
 

@@ -333,29 +333,11 @@ def test_rendering_is_bounded() -> None:
         text_of(long, *[{"role": "user", "content": "x" * 2**14}] * 70)
 
 
-CALLING = [
-    USER,
-    {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "function": {"name": "add", "arguments": '{"a":1}'}}]},
-    {"role": "tool", "tool_call_id": "c", "content": "2"},
-]
-PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-
-
-def test_templates_may_join_arguments_of_calls_with_text() -> None:
-    joining = (
-        "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
-        "{{ '<' + call.function.name + call.function.arguments + '>' }}{% endfor %}{% endfor %}"
-    )
-    assert text_of(joining, *CALLING) == 'Hi<add{"a": 1}>2'
-
-
 def test_what_a_template_would_leave_out_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="shows no calls of tools"):
-        text_of(PLAIN, *CALLING)
     users = "{% for m in messages if m.role in ['user', 'assistant'] %}{{ m.content }}{% endfor %}"
     with pytest.raises(InvalidRequest, match="no messages of the role 'critic'"):
         text_of(users, {"role": "critic", "content": "No."}, USER)
-    assert text_of(PLAIN, {"role": "critic", "content": "No."}, USER) == "<critic>No.<user>Hi"
+    assert text_of(LINES, {"role": "critic", "content": "No."}, USER) == "critic:No. user:Hi "
 
 
 def test_instructions_alone_become_a_users_text() -> None:

@@ -29,6 +29,7 @@ from tests.support.services.http_router import (
     PROMPT_TEXT,
     TOKENIZER,
     Script,
+    echo,
     get,
     http_router,
     http_server,
@@ -62,15 +63,8 @@ async def response(base: str, sent: bytes) -> bytes:
             return b""
 
 
-async def respond(scope: Any, receive: Any, send: Any) -> None:
-    while (await receive()).get("more_body"):
-        pass
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-    await send({"type": "http.response.body", "body": b""})
-
-
 async def test_a_kept_connection_ends_when_idle_or_half_used() -> None:
-    async with http_server(respond, limits=LIMITS) as base:
+    async with http_server(echo, limits=LIMITS) as base:
         whole = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
         assert (await response(base, whole)).count(b"200 OK") == 1
         reader, writer = await asyncio.open_connection(*base.removeprefix("http://").split(":"))
@@ -98,7 +92,7 @@ async def test_without_a_key_no_body_is_awaited(url: str) -> None:
 
 async def test_connections_are_limited_in_all_and_by_peer() -> None:
     async def check(limits: LimitsConfig) -> None:
-        async with http_server(respond, limits=limits) as base:
+        async with http_server(echo, limits=limits) as base:
             async with connection(base, b"GET"), connection(base, b"GET"):
                 refused = await response(base, b"")
                 assert refused.startswith(b"HTTP/1.1 503 "), refused
@@ -302,39 +296,24 @@ async def test_a_client_that_leaves_ends_all_completions_of_its_body(url: str) -
         assert len(script.calls) == MAX_CONCURRENT_COMPLETIONS
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b'{"prompt": "' + b"," * 10_000 + b'"}', ""),
-        (b'{"prompt": "' + b'\\",' * 100_000 + b'"}', ""),
-        (b'{"prompt": "' + b"\\\\" * 100_000 + b'", "stop": []}', ""),
-        (b'{"prompt": "' + b"a" * 65_523 + b'\\",' + b"," * 9000 + b'"}', ""),
-        (b'{"prompt": "\\\\", "metadata": [' + b"1," * 5000 + b"1]}", "more than 5000 values"),
-        (b'{"prompt": ' + b"1" * 1000 + b"}", "a number of 128 digits or more"),
-        (b'{"prompt": "' + b"\\n" * 3_200_000 + b'"}', "more than 3145728 escapes"),
-        (b"[" * 17_000, "more than 16384 lists"),
-        (b"[" * 10_000, "not JSON"),
-        (b'{"prompt": "\xff"}', "not JSON"),
-        (b'\xef\xbb\xbf{"prompt": "a"}', ""),
-        ('{"prompt": "a"}'.encode("utf-16"), "not JSON"),
-        ('{"prompt": "a"}'.encode("utf-16-le"), "not JSON"),
-    ],
-    ids=[
-        "commas",
-        "quotes",
-        "backslashes",
-        "slice",
-        "values",
-        "digits",
-        "escapes",
-        "lists",
-        "nested",
-        "utf8",
-        "mark",
-        "utf16",
-        "utf16le",
-    ],
-)
+COUNTED = {
+    "commas": (b'{"prompt": "' + b"," * 10_000 + b'"}', ""),
+    "quotes": (b'{"prompt": "' + b'\\",' * 100_000 + b'"}', ""),
+    "backslashes": (b'{"prompt": "' + b"\\\\" * 100_000 + b'", "stop": []}', ""),
+    "slice": (b'{"prompt": "' + b"a" * 65_523 + b'\\",' + b"," * 9000 + b'"}', ""),
+    "values": (b'{"prompt": "\\\\", "metadata": [' + b"1," * 5000 + b"1]}", "more than 5000 values"),
+    "digits": (b'{"prompt": ' + b"1" * 1000 + b"}", "a number of 128 digits or more"),
+    "escapes": (b'{"prompt": "' + b"\\n" * 3_200_000 + b'"}', "more than 3145728 escapes"),
+    "lists": (b"[" * 17_000, "more than 16384 lists"),
+    "nested": (b"[" * 10_000, "not JSON"),
+    "utf8": (b'{"prompt": "\xff"}', "not JSON"),
+    "mark": (b'\xef\xbb\xbf{"prompt": "a"}', ""),
+    "utf16": ('{"prompt": "a"}'.encode("utf-16"), "not JSON"),
+    "utf16le": ('{"prompt": "a"}'.encode("utf-16-le"), "not JSON"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), COUNTED.values(), ids=list(COUNTED))
 def test_values_are_counted_outside_of_strings(data: bytes, message: str) -> None:
     if not message:
         assert parse_body(data, CompletionBody, 5000).prompt

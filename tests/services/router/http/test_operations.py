@@ -3,7 +3,6 @@
 import asyncio
 import re
 import socket
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import replace
@@ -37,15 +36,15 @@ from eyas.services.router.telemetry import RouterTelemetry
 from eyas.v1.generation_pb2 import ListModelsRequest
 from eyas.v1.generation_pb2_grpc import GenerationStub, add_GenerationServicer_to_server
 from tests.services.router.test_router_cli import eyas
-from tests.support.services.authority import Authority
+from tests.support.services.authority import Authority, tls_config
 from tests.support.services.http_router import (
     ALL,
     REST_TEXT,
     Script,
+    echo,
     get,
     get_until,
     http_router,
-    http_server,
     is_ok,
     post,
     worker,
@@ -226,12 +225,6 @@ async def grpc_server(keys: ApiKeys, tls: TlsConfig) -> AsyncIterator[str]:
         await server.stop(0)
 
 
-def certificate(folder: Path) -> TlsConfig:
-    """Write a certificate for 127.0.0.1, and ca.crt of its authority."""
-    Authority().write(folder, "eyas")
-    return TlsConfig(str(folder / "tls.crt"), str(folder / "tls.key"))
-
-
 async def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Path) -> None:
     async def status(stub: Any, *more: tuple[str, str], **metadata: str) -> grpc.StatusCode:
         try:
@@ -240,10 +233,10 @@ async def test_grpc_needs_the_api_keys_over_tls_but_health_does_not(tmp_path: Pa
             return error.code()
         return grpc.StatusCode.OK
 
-    tls = certificate(tmp_path)
+    Authority().write(tmp_path, "eyas")
     trust = grpc.ssl_channel_credentials((tmp_path / "ca.crt").read_bytes())
     async with (
-        grpc_server(ApiKeys(plain_keys(["one"], "test")), tls) as address,
+        grpc_server(ApiKeys(plain_keys(["one"], "test")), tls_config(tmp_path)) as address,
         grpc.aio.secure_channel(address, trust) as channel,
     ):
         stub = GenerationStub(channel)
@@ -262,32 +255,6 @@ async def test_the_command_sends_its_api_key() -> None:
         unknown = await eyas("generate", "Hello", "--address", address, "--api-key", "two")
     assert known.err.startswith("error: NOT_FOUND: model 'none'")
     assert unknown.err.startswith("error: UNAUTHENTICATED: no known API key")
-
-
-async def echo(scope: Any, receive: Any, send: Any) -> None:
-    body = b""
-    more = True
-    while more:
-        message = await receive()
-        body, more = body + message.get("body", b""), message.get("more_body", False)
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": body or b"here"})
-
-
-async def test_the_http_server_supports_tls(tmp_path: Path) -> None:
-    sent = bytes(range(1, 251)) * 1000
-
-    async def chunks() -> AsyncIterator[bytes]:
-        for start in range(0, len(sent), 10_000):
-            yield sent[start : start + 10_000]
-
-    tls = certificate(tmp_path)
-    async with http_server(echo, tls) as address:
-        trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
-        async with httpx.AsyncClient(verify=trust, timeout=30, base_url=f"https://{address}") as client:
-            assert (await client.get("/")).text == "here"
-            assert (await client.post("/", content=sent)).content == sent
-            assert (await client.post("/", content=chunks())).content == sent
 
 
 async def test_nagles_algorithm_is_off() -> None:

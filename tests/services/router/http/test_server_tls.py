@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -20,8 +21,8 @@ from eyas.rpc.server import RpcServer
 from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.grpc_server import server_credentials
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-from tests.support.services.authority import Authority
-from tests.support.services.http_router import http_server
+from tests.support.services.authority import Authority, tls_config
+from tests.support.services.http_router import echo, http_server
 from tests.support.services.scripted_verifier import TOKENS, Script, ScriptedVerifier, until
 
 NAME = "llm.example.com"
@@ -32,8 +33,7 @@ HOST = "127.0.0.1"
 async def test_half_done_handshakes_count_and_end_soon(tmp_path: Path, kind: str) -> None:
     """The first two clients send nothing. Further ones are refused until both handshakes have timed out."""
     Authority().write(tmp_path, NAME)
-    tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
-    async with bounded_server(kind, tls, LimitsConfig(max_connections=2, header_timeout_s=1.0)) as address:
+    async with bounded_server(kind, tls_config(tmp_path), LimitsConfig(max_connections=2, header_timeout_s=1.0)) as address:
         host, port = address.rsplit(":", 1)
         silent = [await asyncio.open_connection(host, int(port)) for _ in range(2)]
         trusting = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
@@ -81,8 +81,7 @@ class GuardedVerifier(ScriptedVerifier):
 @asynccontextmanager
 async def grpc_server(folder: Path) -> AsyncIterator[str]:
     """A gRPC server that asks for an API key and generates fixed tokens."""
-    tls = TlsConfig(str(folder / "tls.crt"), str(folder / "tls.key"))
-    server = RpcServer(ServerConfig(), server_credentials(tls))
+    server = RpcServer(ServerConfig(), server_credentials(tls_config(folder)))
     add_GenerationServicer_to_server(GuardedVerifier(Script(TOKENS)), server.aio)
     address = await server.start([])
     try:
@@ -129,11 +128,6 @@ async def test_the_command_trusts_only_the_given_authority(tmp_path: Path) -> No
     assert plainly.stderr.startswith(f"error: --tls-name {NAME} needs TLS; add --tls, or --ca")
 
 
-async def echo(scope: object, receive: object, send: object) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": []})  # type: ignore[operator]
-    await send({"type": "http.response.body", "body": b"here"})  # type: ignore[operator]
-
-
 async def shown(address: str, ca: bytes) -> bool:
     """Whether the server shows a certificate of this authority."""
     host, _, port = address.rpartition(":")
@@ -151,10 +145,25 @@ async def test_the_http_server_serves_a_renewed_certificate(tmp_path: Path, monk
     monkeypatch.setattr("eyas.services.router.http.server.RELOAD_INTERVAL_S", 0.02)
     old, new = Authority("old"), Authority("new")
     old.write(tmp_path, NAME)
-    tls = TlsConfig(str(tmp_path / "tls.crt"), str(tmp_path / "tls.key"))
-    async with http_server(echo, tls) as address:
+    async with http_server(echo, tls_config(tmp_path)) as address:
         assert await shown(address, old.pem)
         assert not await shown(address, new.pem)
         new.write(tmp_path, NAME)
         await until(partial(shown, address, new.pem))
         assert not await shown(address, old.pem)
+
+
+async def test_the_http_server_supports_tls(tmp_path: Path) -> None:
+    sent = bytes(range(1, 251)) * 1000
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(sent), 10_000):
+            yield sent[start : start + 10_000]
+
+    Authority().write(tmp_path, NAME)
+    async with http_server(echo, tls_config(tmp_path)) as address:
+        trust = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+        async with httpx.AsyncClient(verify=trust, timeout=30, base_url=f"https://{address}") as client:
+            assert (await client.get("/")).status_code == 200
+            assert (await client.post("/", content=sent)).content == sent
+            assert (await client.post("/", content=chunks())).content == sent

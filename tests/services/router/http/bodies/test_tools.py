@@ -163,31 +163,11 @@ async def test_a_named_tool_must_be_called(url: str, template: str) -> None:
     assert schema == {"type": "json_schema", "json_schema": CLOSED}
 
 
-async def test_required_allows_each_tool_and_several_calls(url: str) -> None:
-    first, more = (await constraint(url, PLAIN_HERMES, tools=[ADD, NOW], tool_choice="required"))["elements"]
-    assert (first["type"], len(first["elements"])) == ("or", 2)
-    assert more["type"] == "star"
-
-
 async def test_reasoning_may_precede_a_forced_call(url: str) -> None:
     reasoning, _ = (await constraint(url, HERMES, tools=[ADD], tool_choice="required"))["elements"]
     assert reasoning["type"] == "optional"
     reasoning, _ = (await constraint(url, HERMES + "<think>\n", tools=[ADD], tool_choice="required"))["elements"]
     assert reasoning["type"] == "sequence"
-
-
-async def test_strict_tools_constrain_their_calls_only(url: str) -> None:
-    found = await constraint(url, PLAIN_HERMES, tools=[ADD, NOW])
-    assert (found["type"], found["triggers"]) == ("triggered_tags", ["<tool_call>"])
-    schemas = [tag["content"]["json_schema"] for tag in found["tags"]]
-    assert schemas == [{"type": "object"}, {"type": "object", "properties": {}, "additionalProperties": False}]
-
-
-async def test_a_response_format_leaves_room_for_calls(url: str) -> None:
-    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
-    content, calls = (await constraint(url, PLAIN_HERMES, tools=[ADD], response_format=schema))["elements"]
-    assert content == {"type": "json_schema", "json_schema": {"type": "object"}}
-    assert calls["type"] == "sequence"
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
