@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -164,14 +164,8 @@ class _Translation:
 
 def _redirect(whole: Any) -> None:
     """Let references that lead through a oneOf find it by its new name."""
-    open_ = [whole]
-    for value in open_:  # grows while it is read
-        if isinstance(value, dict):
-            if isinstance(path := value.get("$ref"), str):
-                value["$ref"] = _redirected(path, whole)
-            open_ += value.values()
-        elif isinstance(value, list):
-            open_ += value
+    for part in _referring(whole):
+        part["$ref"] = _redirected(part["$ref"], whole)
 
 
 def _redirected(path: str, whole: Any) -> str:
@@ -194,15 +188,20 @@ def _with_tag(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _names_in_references(whole: Any) -> set[str]:
     """Return the keys that references may lead through."""
-    found, open_ = set[str](), [whole]
+    names = {name for part in _referring(whole) for name in unquote(part["$ref"]).split("/")}
+    return {name.replace("~1", "/").replace("~0", "~") for name in names}
+
+
+def _referring(whole: Any) -> Iterator[Any]:
+    """Yield the objects of a schema that hold a reference."""
+    open_ = [whole]
     for value in open_:  # grows while it is read
         if isinstance(value, Mapping):
-            if isinstance(path := value.get("$ref"), str):
-                found.update(name.replace("~1", "/").replace("~0", "~") for name in unquote(path).split("/"))
+            if isinstance(value.get("$ref"), str):
+                yield value
             open_ += value.values()
         elif isinstance(value, list):
             open_ += value
-    return found
 
 
 def _name_pattern(limits: Mapping[str, Any]) -> str | None:

@@ -126,10 +126,7 @@ class ValueType:
             return _dumped(text)
         if (self.is_any_text or text in self.texts) and not (text == "null" and "null" in self.kinds):
             return _dumped(text)
-        try:
-            return _dumped(json.loads(text))
-        except (ValueError, RecursionError):
-            return self._python(text) or _dumped(text)
+        return _long_json(text) or self._python(text) or _dumped(text)
 
     def cut_json(self, text: str) -> str:
         """Return the beginning of a value, whose end is missing, as unclosed JSON."""
