@@ -27,24 +27,10 @@ def verifier(name: str, num_running: int = 0, num_waiting: int = 0, **changes: o
     return replace(lease, **changes)  # type: ignore[arg-type]
 
 
-def drafter(name: str, num_sessions: int = 0, **changes: object) -> Lease:
-    return replace(Lease("draft", f"{name}:1", name, MODEL, Load(num_sessions)), **changes)  # type: ignore[arg-type]
-
-
 def chosen(verifiers: list[Lease], request: RoutingRequest, config: RoutingConfig = DEFAULT, **known: object) -> Pair:
     pair = pick(WorkerSnapshot(verifiers, **({"drafters": [], "in_flight": {}} | known)), request, config)  # type: ignore[arg-type]
     assert pair is not None
     return pair
-
-
-def test_a_prompt_goes_to_its_cached_prefix_despite_idle_ones() -> None:
-    busy = verifier("b", 4, prefix_hashes=frozenset(BLOCKS))
-    assert chosen([verifier("a"), busy, verifier("c")], RoutingRequest("demo", 900, block_hashes=BLOCKS)).verifier is busy
-
-
-def test_the_longer_cached_prefix_wins() -> None:
-    verifiers = [verifier("a", prefix_hashes=frozenset(BLOCKS[:2])), verifier("b", prefix_hashes=frozenset(BLOCKS[:7]))]
-    assert chosen(verifiers, RoutingRequest("demo", 900, block_hashes=BLOCKS)).verifier.incarnation == "b"
 
 
 def test_sent_prompts_count_before_they_are_announced() -> None:
@@ -74,24 +60,6 @@ def test_bounds_follow_the_verifiers_sizes() -> None:
     for _ in range(200):
         in_flight[chosen(verifiers, RoutingRequest("demo", 100), in_flight=in_flight).verifier.incarnation] += 1
     assert 2.5 < in_flight["b"] / in_flight["a"] < 3.5
-
-
-def test_a_session_leaves_a_verifier_with_a_full_queue_and_cache() -> None:
-    full = verifier("a", 2, 5, load=Load(2, 5, 0, 32))
-    assert chosen([full, verifier("b")], RoutingRequest("demo", 900, last=Placement("a"))).verifier.incarnation == "b"
-
-
-def test_the_nearer_of_equals_wins_for_verifier_and_drafter() -> None:
-    verifiers = [verifier("a", zone="east"), verifier("b", zone="west")]
-    drafters = [drafter("d", zone="east"), drafter("e", zone="west")]
-    pair = chosen(verifiers, RoutingRequest("demo", 100), zone="west", drafters=drafters)
-    assert (pair.verifier.zone, pair.drafter and pair.drafter.zone) == ("west", "west")
-
-
-def test_a_verifier_with_an_idle_drafter_beats_one_without() -> None:
-    headless = verifier("a", model=replace(MODEL, features_fingerprint=""))
-    pair = chosen([headless, verifier("b")], RoutingRequest("demo", 100), drafters=[drafter("d")])
-    assert (pair.verifier.incarnation, pair.drafter) == ("b", drafter("d"))
 
 
 def test_weights_decide() -> None:

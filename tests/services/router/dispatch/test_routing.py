@@ -18,11 +18,9 @@ def lease(role: Role, name: str, model: ModelInfo = MODEL, load: Load | None = N
     return Lease(role, f"{name}:1", name, model, load or Load(free_kv_tokens=1000))
 
 
-def snapshot(
-    *leases: Lease, in_flight: dict[str, int] | None = None, unhealthy: frozenset[str] = frozenset()
-) -> WorkerSnapshot:
+def snapshot(*leases: Lease, **known: Any) -> WorkerSnapshot:
     by_role = {role: [lease for lease in leases if lease.role == role] for role in ("verifier", "draft")}
-    return WorkerSnapshot(by_role["verifier"], by_role["draft"], in_flight or {}, unhealthy)
+    return WorkerSnapshot(by_role["verifier"], by_role["draft"], **({"in_flight": {}} | known))
 
 
 def chosen(snapshot: WorkerSnapshot, request: RoutingRequest) -> tuple[str, str] | None:
@@ -39,10 +37,12 @@ def of_model(worker: Lease, **changes: Any) -> Lease:
     return replace(worker, model=replace(MODEL, **changes))
 
 
-def loaded(worker: Lease, *load: int) -> Lease:
-    return replace(worker, load=Load(*load))
+def loaded(worker: Lease, *load: int, **changes: Any) -> Lease:
+    return replace(worker, load=Load(*load), **changes)
 
 
+BLOCKS = tuple(range(10))
+PREFIX = {"num_tokens": 900, "block_hashes": BLOCKS}
 V_BITS, W_BITS = of_model(V, outputs_fingerprint="v bits"), of_model(W, outputs_fingerprint="w bits")
 
 
@@ -79,8 +79,25 @@ V_BITS, W_BITS = of_model(V, outputs_fingerprint="v bits"), of_model(W, outputs_
             snapshot(V, W, unhealthy=frozenset("v")), {"last": Placement("v")}, ("w", ""), id="an unhealthy one last"
         ),
         pytest.param(snapshot(V, unhealthy=frozenset("v")), {"last": Placement("v")}, ("v", ""), id="none but unhealthy"),
+        pytest.param(
+            snapshot(loaded(V, 0, 0, 10_000, 32), loaded(W, 4, 0, 10_000, 32, prefix_hashes=frozenset(BLOCKS))),
+            PREFIX, ("w", ""), id="a cached prefix despite an idle one",
+        ),
+        pytest.param(
+            snapshot(replace(V, prefix_hashes=frozenset(BLOCKS[:2])), replace(W, prefix_hashes=frozenset(BLOCKS[:7]))),
+            PREFIX, ("w", ""), id="the longer cached prefix",
+        ),
+        pytest.param(
+            snapshot(loaded(V, 2, 5, 0, 32), loaded(W, 0, 0, 10_000, 32)), {"num_tokens": 900, "last": Placement("v")},
+            ("w", ""), id="a session leaves a full queue and cache",
+        ),
+        pytest.param(
+            snapshot(*(replace(one, zone="east" if one in (V, D) else "west") for one in (V, W, D, E)), zone="west"),
+            {}, ("w", "e"), id="the nearer of equals",
+        ),
+        pytest.param(snapshot(of_model(V, features_fingerprint=""), W, D), {}, ("w", "d"), id="one with an idle drafter"),
     ],
-)
+)  # fmt: skip
 def test_a_request_gets_the_pair_that_fits_it(
     workers: WorkerSnapshot, changes: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:

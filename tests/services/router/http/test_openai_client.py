@@ -169,20 +169,22 @@ async def test_request_parameters_reach_the_verifier(url: str) -> None:
     assert call.request.id == answer.id == "chatcmpl-mine"
 
 
-async def test_an_id_of_the_client_is_cut_and_escaped(url: str) -> None:
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"extra_headers": {"X-Request-Id": "a\t" + "b" * 300}}, "chatcmpl-a\\t" + "b" * 109),
+        ({"extra_body": {"request_id": " "}}, None),
+        ({"extra_body": {"request_id": "a "}}, "chatcmpl-a"),
+        ({"extra_body": {"request_id": "漢"}}, "chatcmpl-\\u6f22"),
+    ],
+    ids=["long", "blank", "space", "letter"],
+)
+async def test_an_id_of_the_client_is_cut_and_escaped(own: dict[str, Any], expected: str | None, url: str) -> None:
     script = Script(TOKENS)
     async with served(url, script) as client:
-        answer = await client.chat.completions.create(**CHAT, extra_headers={"X-Request-Id": "a\t" + "b" * 300})
-    assert script.calls[0].request.id == answer.id == "chatcmpl-a\\t" + "b" * 109
-
-
-@pytest.mark.parametrize(("own", "expected"), [(" ", None), ("a ", "chatcmpl-a"), ("漢", "chatcmpl-\\u6f22")])
-async def test_an_id_of_the_body_fits_a_header(own: str, expected: str | None, url: str) -> None:
-    async with served(url, Script(TOKENS)) as client:
-        response = await client.chat.completions.with_raw_response.create(**CHAT, extra_body={"request_id": own})
-    answer = response.parse()
-    assert response.headers["x-request-id"] == answer.id
-    assert answer.id == expected or expected is None
+        response = await client.chat.completions.with_raw_response.create(**CHAT, **own)
+    assert response.headers["x-request-id"] == response.parse().id == script.calls[0].request.id
+    assert expected in (None, script.calls[0].request.id)
 
 
 async def test_a_chat_may_go_on_to_the_end_of_the_context(url: str) -> None:

@@ -3,10 +3,12 @@
 import json
 from typing import Any
 
+import grpc
 import httpx
 import pytest
+from openai import BadRequestError
 
-from tests.support.services.http_router import ALL, CHAT, PLAIN, Script, http_router, post, worker
+from tests.support.services.http_router import ALL, CHAT, PLAIN, Script, http_router, post, served, worker
 from tests.support.services.scripted_verifier import TOKENS
 
 JSON = {"Content-Type": "application/json"}
@@ -172,3 +174,14 @@ async def test_neutral_values_are_ignored_and_chats_need_a_template(url: str, te
             assert answer.status_code == 200, answer.text
         else:
             check(answer, 400, "messages", "model 'demo' has no chat template; use /v1/completions")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("response_format", {"type": "json_object"}), ("structured_outputs", {"regex": "a+"})]
+)
+async def test_what_a_verifier_cannot_compile_is_named_by_its_field(url: str, field: str, value: dict[str, Any]) -> None:
+    script = Script(TOKENS, fails_after=0, status=grpc.StatusCode.INVALID_ARGUMENT, param="structured_outputs")
+    async with served(url, script) as client:
+        with pytest.raises(BadRequestError) as caught:
+            await client.chat.completions.create(**CHAT, extra_body={field: value})
+        assert caught.value.param == field

@@ -21,6 +21,7 @@ from eyas.services.router.http.bodies.tokenize import DetokenizeBody, TokenizeBo
 from tests.support.services.http_router import CHAT, TOKENS, Script, http_router, worker
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 MESSAGES: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 # Fields of a completion's or chat's call, by what others send for them.
 COMPLETION: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -36,35 +37,43 @@ COMPLETION: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"until": ["a", "b"]}, {"stop": ("a", "b")}),
     ({"n_probs": 2}, {"logprobs": 2}),
     ({"ban_eos_token": True}, {"ignore_eos": True}),
-    ({"regex": "a+"}, {"structured_outputs": StructuredOutputs(regex="a+")}),
-    ({"grammar": 'root ::= "a"'}, {"structured_outputs": StructuredOutputs(grammar='root ::= "a"')}),
-    ({"grammar": ""}, {"structured_outputs": None}),
-    ({"ebnf": 'root ::= "a"'}, {"structured_outputs": StructuredOutputs(grammar='root ::= "a"')}),
-    ({"json_schema": SCHEMA}, {"structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA))}),
-    ({"format": SCHEMA}, {"structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA))}),
-    ({"format": "json"}, {"structured_outputs": StructuredOutputs(json_object=True)}),
-    (
-        {"response_format": {"type": "json_object", "schema": SCHEMA}},
-        {"structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA))},
-    ),
-    (
-        {"response_format": {"type": "json_object", "schema": None}},
-        {"structured_outputs": StructuredOutputs(json_object=True)},
-    ),
-    (
-        {"response_format": {"type": "json", "value": SCHEMA}},
-        {"structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA))},
-    ),
-    ({"response_format": {"type": "regex", "value": "a+"}}, {"structured_outputs": StructuredOutputs(regex="a+")}),
+    ({"mirostat": 2, "cache_prompt": True, "keep_alive": "5m", "provider": {"order": ["a"]}, "typical_p": 0.9}, {}),
+]
+# Every way to say what the output must match, and the fields of StructuredOutputs.
+CONSTRAINTS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
+    ({}, None),
+    ({"response_format": {"type": "text"}}, None),
+    ({"guided_json": None, "response_format": None}, None),
+    ({"grammar": ""}, None),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    ({"response_format": {"type": "json_object", "schema": None}}, {"json_object": True}),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, {"json": SCHEMA}),
+    ({"response_format": {"type": "json", "value": SCHEMA}}, {"json": SCHEMA}),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, {"json": SCHEMA}),
+    ({"response_format": {"type": "regex", "value": "a+"}}, {"regex": "a+"}),
+    ({"response_format": TAG}, {"structural_tag": TAG}),
+    ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+    ({"guided_json": "{}"}, {"json": "{}"}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+    ({"guided_grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    ({"guided_regex": "a+", "response_format": {"type": "text"}}, {"regex": "a+"}),
+    ({"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"}, {"json": SCHEMA, "whitespace_pattern": "[ ]?"}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+    ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+    ({"structured_outputs": {"choice": ["a"]}}, {"choice": ["a"]}),
+    ({"structured_outputs": {"structural_tag": TAG}}, {"structural_tag": TAG}),
+    ({"structured_outputs": {"json": "{}", "disable_any_whitespace": True}}, {"json": "{}", "whitespace_pattern": ""}),
     (
         {"response_format": {"type": "json_object"}, "structured_outputs": {"disable_any_whitespace": True}},
-        {"structured_outputs": StructuredOutputs(json_object=True, whitespace_pattern="")},
+        {"json_object": True, "whitespace_pattern": ""},
     ),
-    (
-        {"guided_json": SCHEMA, "guided_whitespace_pattern": "[ ]?"},
-        {"structured_outputs": StructuredOutputs(json=json.dumps(SCHEMA), whitespace_pattern="[ ]?")},
-    ),
-    ({"mirostat": 2, "cache_prompt": True, "keep_alive": "5m", "provider": {"order": ["a"]}, "typical_p": 0.9}, {}),
+    ({"regex": "a+"}, {"regex": "a+"}),
+    ({"grammar": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    ({"ebnf": 'root ::= "a"'}, {"grammar": 'root ::= "a"'}),
+    ({"json_schema": SCHEMA}, {"json": SCHEMA}),
+    ({"format": SCHEMA}, {"json": SCHEMA}),
+    ({"format": "json"}, {"json_object": True}),
 ]
 CHATS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
@@ -88,6 +97,12 @@ CHATS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"n_probs": 2}, {"logprobs": True, "top_logprobs": 2}),
     ({"messages": [{**MESSAGES[0], "reasoning_details": [], "cache_control": {"type": "ephemeral"}}]}, {}),
 ]
+
+
+@pytest.mark.parametrize(("given", "expected"), CONSTRAINTS)
+def test_every_name_of_a_constraint_means_the_same(given: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    body = parse_body(json.dumps({"prompt": "a"} | given).encode(), CompletionBody, 1000)
+    assert body.sampling({}, 8).structured_outputs == (StructuredOutputs(**expected) if expected else None)
 
 
 @pytest.mark.parametrize(("given", "expected"), COMPLETION)
