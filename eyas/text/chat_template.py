@@ -330,12 +330,12 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if not calls:
         return message
-    functions = [call["function"] | {"arguments": _json_text(call["function"]["arguments"])} for call in calls]
-    return message | {"tool_calls": [call | {"function": own} for call, own in zip(calls, functions, strict=True)]}
 
+    def written(function: dict[str, Any]) -> dict[str, Any]:
+        given = function["arguments"]
+        return function | {"arguments": given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)}
 
-def _json_text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return message | {"tool_calls": [call | {"function": written(call["function"])} for call in calls]}
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:

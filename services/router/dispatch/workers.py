@@ -192,12 +192,10 @@ class WorkerPool:
         lost = {name for name, kept in self._connections.items() if kept.channel.get_state() is not _READY}
         return {name for name in lost if self._connections[name].identity is not identity}
 
-    def _is_connected(self, verifier: Lease) -> bool:
-        """Return whether there is a connection; try to connect if there is none."""
-        return self.connection(verifier).channel.get_state(try_to_connect=True) is _READY
-
     def _is_usable(self, verifier: Lease) -> bool:
-        return self._is_connected(verifier) and not self._is_stuck(verifier)
+        """Return whether there is a connection, and the verifier is not stuck; try to connect if there is none."""
+        state = self.connection(verifier).channel.get_state(try_to_connect=True)
+        return state is _READY and not self._is_stuck(verifier)
 
     def _is_stuck(self, verifier: Lease) -> bool:
         return verifier.load.step_seconds > self._config.outlier_detection.stuck_step_timeout_s

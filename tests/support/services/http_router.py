@@ -109,7 +109,8 @@ async def http_server(app: Any, tls: TlsConfig | None = None, limits: LimitsConf
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
     """An ASGI application that sends back each body."""
-    body, more = b"", True
+    body = b""
+    more = True
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)

@@ -234,16 +234,13 @@ class Body(SamplingBody):
     @property
     def has_usage_in_events(self) -> bool:
         """Return whether every event of a stream has the usage so far."""
-        return (
-            self.stream_options is not None
-            and self.stream_options.include_usage
-            and self.stream_options.continuous_usage_stats
-        )
+        options = self.stream_options or StreamOptions()
+        return options.include_usage and options.continuous_usage_stats
 
     @property
     def ends_with_usage(self) -> bool:
         """Return whether a stream ends with an event for the usage."""
-        return self.return_speculation or (self.stream_options is not None and self.stream_options.include_usage)
+        return self.return_speculation or (self.stream_options or StreamOptions()).include_usage
 
     @property
     def num_tokens(self) -> int | None:

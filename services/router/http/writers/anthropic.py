@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from eyas.api.outputs import TextChunk
 from eyas.errors import EyasError
@@ -141,20 +140,11 @@ class _Block:
 def _arguments(text: str) -> dict[str, Any]:
     """Return the arguments of a call as an object; what is no object, under the name "arguments"."""
     try:
-        value = json.loads(text or "{}", parse_constant=_refuse_constant, parse_float=_finite_float)
+        value = json.loads(text or "{}")
+        json.dumps(value, allow_nan=False)  # Python reads NaN and infinity, which JSON cannot hold
     except (ValueError, RecursionError):
         value = text
     return value if isinstance(value, dict) else {"arguments": value}
-
-
-def _finite_float(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse_constant(text)
-
-
-def _refuse_constant(text: str) -> NoReturn:
-    """Refuse NaN and infinity, which Python reads but JSON cannot hold."""
-    raise ValueError(text)
 
 
 def _ending(choice: dict[str, Any]) -> dict[str, Any]:

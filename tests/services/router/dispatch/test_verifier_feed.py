@@ -302,7 +302,8 @@ async def test_a_call_that_failed_takes_no_more_chunks() -> None:
 async def test_each_attempt_of_a_slow_client_leaves_its_feed(size: int, number: int) -> None:
     """After many chunks, or a few large ones."""
     queue = ReadyQueue()
-    deadline, most = asyncio.get_running_loop().time() + 60, call_with(max_tokens=10**6).request
+    deadline = asyncio.get_running_loop().time() + 60
+    most = call_with(max_tokens=10**6).request
     message = generation_pb2.GenerateChunk(token_ids=[1] * size, is_draft_token=[False] * size)
     for _ in range(2):
         call = UpstreamCall(most, deadline, 10, lambda chunk: queue.add(TextChunk(chunk)), queue.wait_for_room)
