@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from openai import BadRequestError
 
 from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.text.tokenizer import Tokenizer, load_tokenizer
@@ -120,34 +119,6 @@ async def test_log_probabilities_wait_for_the_text_of_their_tokens(url: str, str
     assert answer.output_text == text
     assert [entry.logprob for entry in entries] == [-0.5] * len(TOKENIZER.encode_rendered(text))
     assert bytes(byte for entry in entries for byte in entry.bytes).decode() == text
-
-
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
-    ({"conversation": "c"}, "conversation", "nothing is stored"),
-    ({"background": True}, "background", "not supported"),
-    ({"truncation": "auto"}, "truncation", "not supported"),
-    ({"n": 2}, "n", "a field of /v1/completions and /v1/chat/completions"),
-    ({"return_verify_steps": True}, "return_verify_steps", "and not of this endpoint"),
-    ({"input": []}, "input", "no message"),
-    ({"input": 3}, "input", "is 3: must be a string or a list of items"),
-    ({"tool_choice": 3}, "tool_choice", "is 3: must be 'none', 'auto', 'required'"),
-    ({"input": [{"role": "user"}]}, "input", "needs content"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'message'"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "'input_text'"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
-    ({"max_output_tokens": 4096}, "max_output_tokens", "exceed the context"),
-    ({"input": "return " * 90000}, "input", "exceeds the context"),
-]
-
-
-async def test_a_bad_response_body_names_the_field(url: str) -> None:
-    async with served(url) as client:
-        for changes, param, part in BAD:
-            with pytest.raises(BadRequestError) as raised:
-                await client.responses.create(extra_body=changes, **ASKED)
-            assert raised.value.param == param
-            assert part in str(raised.value)
 
 
 async def test_a_message_is_whole(url: str) -> None:

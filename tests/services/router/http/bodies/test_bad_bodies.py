@@ -106,7 +106,34 @@ CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
     ({"modalities": ["audio"]}, "modalities", "not supported"),
     ({"echo": True}, "echo", "a field of /v1/completions"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters, digits"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+     "tools[0].function.parameters", "type 'object'"),
+    ({"tools": [TOOL, TOOL]}, "tools", "two tools have the name 'f'"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "'required'"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "not among"),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "only the"),
+    ({"messages": [{"role": "tool", "tool_call_id": "c"}]}, "messages", "has no content"),
 ]  # fmt: skip
+RESPONSES: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "nothing is stored"),
+    ({"conversation": "c"}, "conversation", "nothing is stored"),
+    ({"background": True}, "background", "not supported"),
+    ({"truncation": "auto"}, "truncation", "not supported"),
+    ({"n": 2}, "n", "a field of /v1/completions and /v1/chat/completions"),
+    ({"return_verify_steps": True}, "return_verify_steps", "and not of this endpoint"),
+    ({"input": []}, "input", "no message"),
+    ({"input": 3}, "input", "is 3: must be a string or a list of items"),
+    ({"tool_choice": 3}, "tool_choice", "is 3: must be 'none', 'auto', 'required'"),
+    ({"input": [{"role": "user"}]}, "input", "needs content"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "'message'"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type", "'input_text'"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
+    ({"max_output_tokens": 4096}, "max_output_tokens", "exceed the context"),
+    ({"input": "return " * 90000}, "input", "exceeds the context"),
+]
 NEUTRAL = {
     "tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "user": "u", "seed": None,
     "metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"], "stop": None, "stream_options": None,
@@ -127,8 +154,12 @@ def check(answer: httpx.Response, status: int, param: str | None, part: str) -> 
 
 @pytest.mark.parametrize(
     ("path", "good", "cases"),
-    [("/v1/completions", ALL, COMPLETIONS), ("/v1/chat/completions", CHAT, CHATS)],
-    ids=["completions", "chat"],
+    [
+        ("/v1/completions", ALL, COMPLETIONS),
+        ("/v1/chat/completions", CHAT, CHATS),
+        ("/v1/responses", {"model": "demo", "input": "x"}, RESPONSES),
+    ],
+    ids=["completions", "chat", "responses"],
 )
 async def test_a_bad_body_gets_an_error_with_the_wrong_field(
     url: str, path: str, good: dict[str, Any], cases: list[tuple[dict[str, Any], str | None, str]]

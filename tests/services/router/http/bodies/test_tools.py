@@ -170,32 +170,6 @@ async def test_reasoning_may_precede_a_forced_call(url: str) -> None:
     assert reasoning["type"] == "sequence"
 
 
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'function'"),
-    ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
-    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters, digits"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
-        "tools[0].function.parameters",
-        "type 'object'",
-    ),
-    ({"tools": [ADD, ADD]}, "tools", "two tools have the name 'add'"),
-    ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", "'required'"),
-    ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "not among the tools"),
-    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "f"}}]}]}, "messages", "only the"),
-    ({"messages": [{"role": "tool", "tool_call_id": "c"}]}, "messages", "has no content"),
-]
-
-
-async def test_bad_tools_get_an_error_with_the_field(url: str) -> None:
-    async with worker(url, Script(TOKENS)), http_router(url, template=HERMES) as base:
-        for fields, param, part in BAD:
-            response = await post(base, "/v1/chat/completions", CHAT | fields)
-            error = response.json()["error"]
-            assert (response.status_code, error["param"]) == (400, param), error
-            assert part in error["message"]
-
-
 @pytest.mark.parametrize("allowed", [{"allowed_tools": ALLOWED}, {"allowed_tools": FLAT_ALLOWED}, FLAT_ALLOWED, ALLOWED])
 async def test_only_allowed_tools_are_called_and_all_are_shown(url: str, allowed: dict[str, Any]) -> None:
     tools, choice = [ADD, NOW | {"function": {"name": "now"}}], {"type": "allowed_tools", **allowed}
