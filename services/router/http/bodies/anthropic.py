@@ -148,7 +148,7 @@ class PromptBody(SamplingBody):
     thinking: Thinking | None = None
 
     def chat(self) -> ChatBody:
-        """Return the chat that this body asks for; its events have usage. Raises InvalidRequest."""
+        """Return the chat that this body asks for. Raises InvalidRequest."""
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
         return chat_with(
             self,
@@ -157,7 +157,6 @@ class PromptBody(SamplingBody):
             chat_template_kwargs=(self.thinking.template_variables if self.thinking else {}) | self.chat_template_kwargs,
             tools=[_function(tool) for tool in self.tools],
             continue_final_message=self.messages[-1].role == "assistant",
-            stream_options={"include_usage": True, "continuous_usage_stats": True},
             **(_tool_choice(self.tool_choice) if self.tool_choice else {}),
             **(_output_options(self.output_config) if self.output_config else {}),
         )
@@ -170,7 +169,7 @@ class MessagesBody(PromptBody):
     stop_sequences: Texts = Field(default_factory=list)
 
     def chat(self) -> ChatBody:
-        """Return the chat that this body asks for; its events have usage. Raises InvalidRequest."""
+        """Return the chat that this body asks for. Raises InvalidRequest."""
         stop = [*self.stop_sequences, *self.stop]
         chat = super().chat().model_copy(update={"max_tokens": self.max_tokens, "stop": stop})
         if self.thinking is None or (budget := self.thinking.budget_tokens) is None:

@@ -19,9 +19,9 @@ def chat_body(**fields: Any) -> ChatBody:
 
 
 def chat_with(body: SamplingBody, **fields: Any) -> ChatBody:
-    """Return the chat that another API's body asks for, with usage in its events. Raises InvalidRequest.
+    """Return the chat that another API's body asks for. Raises InvalidRequest.
 
     fields: those that are not shared; None leaves one out.
     """
     shared = {name: getattr(body, name) for name in SamplingBody.model_fields if name in body.model_fields_set}
-    return chat_body(**{"stream_options": {"include_usage": True}} | shared | fields | {"stream": True})
+    return chat_body(**shared | fields)

@@ -13,7 +13,8 @@ from eyas.errors import EyasError
 from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.errors import ANTHROPIC_PATH, error_body
 from eyas.services.router.http.writers.json_blocks import event_name
-from eyas.services.router.http.writers.openai import ResponseWriter, stream_events
+from eyas.services.router.http.writers.openai import ResponseWriter, TextDelta, stream_events
+from eyas.text.chat_message import ChatMessage
 
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # The type of an event that adds to a block, and what holds the addition, by the type of the block.
@@ -59,23 +60,22 @@ class MessagesWriter:
 
     def events(self, ready: Sequence[TextChunk]) -> Iterator[dict[str, Any]]:
         """Yield the events of the chunks that are ready. Raises RequestFailed if the completion failed."""
-        for event in self.chat.events(ready):
+        for delta in self.chat.deltas(ready):
             if not self._has_started:
                 self._has_started = True
                 named = {"id": self.id, "type": "message", "role": "assistant", "model": self.chat.model, "content": []}
-                usage = _usage(event["usage"] | {"completion_tokens": 0})
+                usage = _usage(self.chat.token_counts() | {"completion_tokens": 0})
                 yield {"type": "message_start", "message": named | self._ending | {"usage": usage}}
                 yield {"type": "ping"}
-            for choice in event["choices"]:
-                yield from self._add(choice["delta"])
-                if choice["finish_reason"]:
-                    self._ending = _ending(choice)
+            for message in delta.parts:
+                yield from self._add(message)
+            if delta.finish_reason:
+                self._ending = _ending(delta)
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         """Yield the events that end the message."""
         yield from self._end_block()
-        (ending,) = self.chat.last_events()
-        yield {"type": "message_delta", "delta": self._ending, "usage": _usage(ending["usage"])}
+        yield {"type": "message_delta", "delta": self._ending, "usage": _usage(self.chat.usage())}
         yield {"type": "message_stop"}
 
     def failure(self, error: EyasError) -> dict[str, Any]:
@@ -85,16 +85,15 @@ class MessagesWriter:
     before = staticmethod(event_name)
     end = b""
 
-    def _add(self, delta: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def _add(self, message: ChatMessage) -> Iterator[dict[str, Any]]:
         """Yield the events of what a chunk adds to the message."""
-        if thinking := delta.get("reasoning_content"):
-            yield from self._add_to("thinking", {"type": "thinking", "thinking": "", "signature": ""}, thinking)
-        if text := delta.get("content"):
-            yield from self._add_to("text", {"type": "text", "text": ""}, text)
-        for call in delta.get("tool_calls") or ():
-            function = call["function"]
-            begun = {"type": "tool_use", "id": call.get("id"), "name": function.get("name"), "input": {}}
-            yield from self._add_to(call["index"], begun, function.get("arguments", ""))
+        if message.reasoning:
+            yield from self._add_to("thinking", {"type": "thinking", "thinking": "", "signature": ""}, message.reasoning)
+        if message.content:
+            yield from self._add_to("text", {"type": "text", "text": ""}, message.content)
+        for call in message.tool_calls:
+            begun = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            yield from self._add_to(call.index, begun, call.arguments)
 
     def _add_to(self, key: str | int, begun: dict[str, Any], text: str) -> Iterator[dict[str, Any]]:
         """Yield the events of a text for the last block, or for a new one if that has another key."""
@@ -147,12 +146,11 @@ def _arguments(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {"arguments": value}
 
 
-def _ending(choice: dict[str, Any]) -> dict[str, Any]:
+def _ending(delta: TextDelta) -> dict[str, Any]:
     """Return why a message ended. Only a stop string is a stop sequence."""
-    stop = choice.get("stop_reason")
-    if isinstance(stop, str) and choice["finish_reason"] == "stop":
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    return {"stop_reason": _STOP_REASONS.get(choice["finish_reason"], "end_turn"), "stop_sequence": None}
+    if isinstance(delta.stop_reason, str) and delta.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": delta.stop_reason}
+    return {"stop_reason": _STOP_REASONS.get(delta.finish_reason or "", "end_turn"), "stop_sequence": None}
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """OpenAI's responses, made from the router's chunks: one JSON object, or one event for each choice's chunks that are ready.
 
-To add a field to a choice, extend `ResponseWriter._choice`; to the usage, `ResponseWriter._usage`.
+To add a field to a choice, extend `ResponseWriter._choice`; to the usage, `ResponseWriter.usage`.
 """
 
 from __future__ import annotations
@@ -85,6 +85,11 @@ class TextDelta:
             _BYTES_PER_TOKEN * len(self.token_ids),
         )
         return sum(sized) + 4 * len(self.text)
+
+    @property
+    def parts(self) -> Sequence[ChatMessage]:
+        """What the text means; text that is not parsed is content."""
+        return (ChatMessage(self.text),) if self.messages is None else self.messages
 
     @property
     def is_empty(self) -> bool:
@@ -195,20 +200,20 @@ class ResponseWriter:
     def _response(self, deltas: Sequence[Sequence[TextDelta]]) -> dict[str, Any]:
         joined = list(map(_join, deltas))
         choices = [self._choice(delta, self._content(delta)) for delta in joined]
-        return self._constants("chat.completion") | {"choices": choices} | self._prompt_ids(joined) | self._usage()
+        return self._constants("chat.completion") | {"choices": choices} | self._prompt_ids(joined) | self._numbers()
 
-    def events(self, ready: Sequence[TextChunk]) -> Iterator[dict[str, Any]]:
-        """Yield an event for what each choice gets of the chunks that are ready.
-
-        The events lack what is the same in all, see `before`.
-        """
+    def deltas(self, ready: Sequence[TextChunk]) -> Iterator[TextDelta]:
+        """Yield what each choice gets of the chunks that are ready."""
         for group in self._groups(ready):
-            deltas = list(map(self._delta, group))
-            delta = _join(deltas) if len(deltas) > 1 else deltas[0]
+            delta = _join(list(map(self._delta, group)))
             if any(chunk.chunk.prompt_logprobs for chunk in group):
                 self._hold(delta)
-            if delta.is_empty:
-                continue
+            if not delta.is_empty:
+                yield delta
+
+    def events(self, ready: Sequence[TextChunk]) -> Iterator[dict[str, Any]]:
+        """Yield an event for each delta. They lack what is the same in all, see `before`."""
+        for delta in self.deltas(ready):
             *contents, last = self._event_contents(delta)
             for content in contents:
                 yield self._event({"index": delta.index, **content, "logprobs": None, "finish_reason": None})
@@ -218,7 +223,7 @@ class ResponseWriter:
     def last_events(self) -> Iterator[dict[str, Any]]:
         """Yield the usage if it is asked for."""
         if self.body.ends_with_usage:
-            yield {"choices": []} | self._usage()
+            yield {"choices": []} | self._numbers()
 
     def failure(self, error: EyasError) -> dict[str, Any]:
         """Return the event of an error after the first event."""
@@ -369,19 +374,16 @@ class ResponseWriter:
         """Return the text of a choice in one event; in several where content or reasoning follows a call."""
         if not self.body.is_chat:
             return [{"text": delta.text}]
-        if delta.messages is not None:
-            deltas = [message_delta(message) for message in delta.messages] or [{}]
-        else:
-            deltas = [{"content": delta.text} if delta.text else {}]
+        deltas = list(map(message_delta, delta.parts)) or [{}]
         if delta.is_first:
             deltas[0] = {"role": "assistant"} | (deltas[0] or {"content": ""})
         return [{"delta": one} for one in deltas]
 
     def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
         """Return the event of a choice, with the usage so far if every event has it."""
-        return {"choices": [choice]} | ({"usage": self._token_counts()} if self._counts_events else {})
+        return {"choices": [choice]} | ({"usage": self.token_counts()} if self._counts_events else {})
 
-    def _token_counts(self) -> dict[str, Any]:
+    def token_counts(self) -> dict[str, Any]:
         """Return how many tokens all choices have so far."""
         num_prompt_tokens, num_output_tokens = sum(map(len, self.prompts)), self._num_output_tokens.total()
         return {
@@ -391,18 +393,20 @@ class ResponseWriter:
             "prompt_tokens_details": {"cached_tokens": self._num_cached_tokens},
         }
 
-    def _usage(self) -> dict[str, Any]:
-        """Return the numbers of all choices together."""
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens of all choices together."""
         stats = self._stats
-        usage = self._token_counts() | {
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": stats.num_accepted,
-                "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
-                **({"reasoning_tokens": self.num_reasoning_tokens} if self.new_parser else {}),
-            },
+        details = {
+            "accepted_prediction_tokens": stats.num_accepted,
+            "rejected_prediction_tokens": stats.num_drafted - stats.num_accepted,
+            **({"reasoning_tokens": self.num_reasoning_tokens} if self.new_parser else {}),
         }
-        metrics = {"metrics": {"speculative_decoding": _speculation(stats)}} if self.body.return_speculation else {}
-        return {"usage": usage} | metrics
+        return self.token_counts() | {"completion_tokens_details": details}
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return the usage, and the numbers of speculation if they are asked for."""
+        metrics = {"metrics": {"speculative_decoding": _speculation(self._stats)}} if self.body.return_speculation else {}
+        return {"usage": self.usage()} | metrics
 
 
 def _is_large(ready: Sequence[TextChunk]) -> bool:

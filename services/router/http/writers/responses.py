@@ -12,7 +12,9 @@ from eyas.errors import EyasError
 from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.bodies.responses import ResponsesBody
 from eyas.services.router.http.writers.json_blocks import event_name, num_values
+from eyas.services.router.http.writers.logprobs import chat_logprobs
 from eyas.services.router.http.writers.openai import ResponseWriter, stream_events
+from eyas.text.chat_message import ChatMessage
 
 # Estimates of the memory of what is kept until the last event: of a chunk's text, and of a value of JSON.
 _BYTES_PER_CHUNK, _BYTES_PER_VALUE = 128, 96
@@ -45,19 +47,20 @@ class ResponsesWriter:
 
     def events(self, ready: Sequence[TextChunk]) -> Iterator[dict[str, Any]]:
         """Yield the events of the chunks that are ready. Raises RequestFailed if the completion failed."""
-        for event in self.chat.events(ready):
+        for delta in self.chat.deltas(ready):
             if not self._sequence_number:
                 yield self._event("response.created", response=self._response("in_progress"))
                 yield self._event("response.in_progress", response=self._response("in_progress"))
-            for choice in event["choices"]:
-                yield from self._add(choice["delta"], choice["logprobs"])
-                self._finish_reason = choice["finish_reason"] or self._finish_reason
+            *before, last = delta.parts or (ChatMessage(),)
+            for message in before:
+                yield from self._add(message)
+            yield from self._add(last, chat_logprobs(self.chat.tokenizer, delta.logprobs)["content"])
+            self._finish_reason = delta.finish_reason or self._finish_reason
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         """Yield the events that end the response."""
         yield from self._add_held()
-        (ending,) = self.chat.last_events()
-        response = self._ended(self._finish_reason, ending["usage"])
+        response = self._ended(self._finish_reason, self.chat.usage())
         if self._items:
             yield from self._done(self._items[-1])
         yield self._event(f"response.{response['status']}", response=response)
@@ -70,7 +73,7 @@ class ResponsesWriter:
     before = staticmethod(event_name)
     end = b""
 
-    def _add(self, delta: Mapping[str, Any], logprobs: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
+    def _add(self, message: ChatMessage, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[dict[str, Any]]:
         """Take what a chunk adds; yield its events.
 
         Log-probabilities of tokens without visible text wait for the text after them. Those of reasoning have no place.
@@ -79,23 +82,23 @@ class ResponsesWriter:
         if num_reasoning:
             self._held = []
             self._num_reasoning_tokens += num_reasoning
-        entries = ((logprobs or {}).get("content") or [])[num_reasoning:]
+        entries = logprobs[num_reasoning:]
         self._held += entries
         self.chat.hold(_BYTES_PER_CHUNK + _BYTES_PER_VALUE * num_values(entries))
-        if reasoning := delta.get("reasoning_content"):
+        if message.reasoning:
             if not self._items or self._items[-1].kind != "reasoning":
                 yield from self._begin(_Item("reasoning", f"rs_{self.id}_{len(self._items)}"))
-            self._items[-1].add(reasoning)
-            yield self._event("response.reasoning_text.delta", **self._place, delta=reasoning)
-        if text := delta.get("content"):
-            yield from self._add_text(text)
-        for call in delta.get("tool_calls") or ():
-            if not self._items or self._items[-1].call != call["index"]:
-                id_, name = f"fc_{self.id}_{len(self._items)}", call["function"]["name"]
-                yield from self._begin(_Item("function_call", id_, call["index"], call["id"], name))
-            if arguments := call["function"].get("arguments"):
-                self._items[-1].add(arguments)
-                yield self._event("response.function_call_arguments.delta", **self._place, delta=arguments)
+            self._items[-1].add(message.reasoning)
+            yield self._event("response.reasoning_text.delta", **self._place, delta=message.reasoning)
+        if message.content:
+            yield from self._add_text(message.content)
+        for call in message.tool_calls:
+            if not self._items or self._items[-1].call != call.index:
+                id_ = f"fc_{self.id}_{len(self._items)}"
+                yield from self._begin(_Item("function_call", id_, call.index, call.id, call.name))
+            if call.arguments:
+                self._items[-1].add(call.arguments)
+                yield self._event("response.function_call_arguments.delta", **self._place, delta=call.arguments)
             self._held = []
 
     def _add_text(self, text: str) -> Iterator[dict[str, Any]]:
