@@ -267,10 +267,6 @@ class GrammarCompiler:
         self._enqueue(job, tenant)  # maybe in another tenant's queue too
         return job.future
 
-    def compile(self, structured: StructuredOutputs) -> Grammar:
-        """Return the same, waiting for it."""
-        return self.submit(structured).result()
-
     def matchers(
         self, structured: StructuredOutputs, output: Sequence[int], has_drafts: bool, tenant: str = ""
     ) -> Future[OutputMatchers]:

@@ -88,7 +88,7 @@ ACCEPTED: list[tuple[StructuredOutputs, list[str], list[str]]] = [
 def test_a_constraint_accepts_what_it_should(
     structured: StructuredOutputs, good: list[str], bad: list[str], compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    grammar = compiler.compile(structured)
+    grammar = compiler.submit(structured).result()
     for text in good:
         assert accepts(grammar.matcher(), tokenizer, text), text
     for text in bad:
@@ -126,7 +126,7 @@ def test_a_constraint_that_does_not_compile_is_refused(
     structured: StructuredOutputs, reason: str, compiler: GrammarCompiler
 ) -> None:
     with pytest.raises(InvalidRequest, match=reason) as caught:
-        compiler.compile(structured)
+        compiler.submit(structured).result()
     assert caught.value.param == "structured_outputs"
 
 
@@ -173,7 +173,7 @@ def test_a_hostile_constraint_takes_bounded_time(kind: str, compiler: GrammarCom
     """It is refused, or its masks are: seconds of work become milliseconds. CPU time, because the machine is shared."""
     started, slowest = time.process_time(), 0.0
     try:
-        matcher = compiler.compile(HOSTILE[kind]).matcher()
+        matcher = compiler.submit(HOSTILE[kind]).result().matcher()
         for _ in range(120):
             before = time.thread_time()
             try:
@@ -239,7 +239,7 @@ def test_a_tenant_with_many_grammars_delays_no_other() -> None:
 
 def test_outputs_wait_up_to_a_limit_and_may_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler, known = GrammarCompiler(TARGET, 4096, frozenset({1})), StructuredOutputs(regex="first")
-    compiler.compile(known)
+    compiler.submit(known).result()
     monkeypatch.setattr(grammar, "MAX_FOLLOWING", sys.getrecursionlimit())
     with loading(compiler):
         outputs = [compiler.matchers(known, (), has_drafts=False) for _ in range(grammar.MAX_FOLLOWING)]
@@ -252,7 +252,7 @@ def test_outputs_wait_up_to_a_limit_and_may_be_cancelled(monkeypatch: pytest.Mon
 
 def test_a_late_grammar_is_refused_and_takes_no_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
-    compiler.compile(StructuredOutputs(regex="first"))
+    compiler.submit(StructuredOutputs(regex="first")).result()
     monkeypatch.setattr(grammar, "COMPILE_SECONDS", 0.1)
     slow = [compiler.submit(wide(220 + number)) for number in range(3)]
     other = compiler.submit(StructuredOutputs(regex="other"), "other")
@@ -268,7 +268,7 @@ def test_the_oldest_grammars_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> N
     compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
     first = compiler.submit(StructuredOutputs(regex="first"))
     for number in range(5):
-        compiler.compile(StructuredOutputs(regex=f"a{number}"))
+        compiler.submit(StructuredOutputs(regex=f"a{number}")).result()
     assert compiler.submit(StructuredOutputs(regex="first")) is not first
 
 
@@ -281,7 +281,7 @@ def test_costly_grammars_and_good_ones_evict_no_others(monkeypatch: pytest.Monke
         patch.setattr(compiler, "_compile", refuse)
         for number in range(MAX_CACHED):
             with pytest.raises(CostlyGrammar):
-                compiler.compile(StructuredOutputs(regex=f"costly{number}"))
+                compiler.submit(StructuredOutputs(regex=f"costly{number}")).result()
         compiler.submit(costly).exception()
     assert compiler.submit(StructuredOutputs(regex="first")) is first
     assert compiler.submit(costly).done()
@@ -310,7 +310,7 @@ def test_threads_with_large_stacks_start_at_once() -> None:
 
 def test_an_output_that_fills_its_lexer_ends_no_other(compiler: GrammarCompiler) -> None:
     """Copies of one matcher share the states of its lexer, so that all of them would fail with the first one."""
-    rng, found = random.Random(0), compiler.compile(StructuredOutputs(regex="(?s:.*[a-m].{60}.*[n-z].{90}q)"))
+    rng, found = random.Random(0), compiler.submit(StructuredOutputs(regex="(?s:.*[a-m].{60}.*[n-z].{90}q)")).result()
 
     def follow(matcher: Matcher, num_tokens: int) -> None:
         for _ in range(num_tokens):
@@ -330,7 +330,7 @@ from eyas.grammar.compiler import GrammarCompiler
 from eyas.api.request import StructuredOutputs
 
 compiler = GrammarCompiler({target!r}, 4096, frozenset({{1}}))
-compiler.compile(StructuredOutputs(regex="first"))
+compiler.submit(StructuredOutputs(regex="first")).result()
 print(compiler.submit(StructuredOutputs(grammar={slow!r})).done())
 """
 
@@ -345,7 +345,7 @@ def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     compiler = GrammarCompiler(str(tmp_path), 48, frozenset({1}))
     for _ in range(2):
         with pytest.raises(InvalidRequest, match=r"not supported with this model's tokenizer: no tokenizer\.json"):
-            compiler.compile(StructuredOutputs(regex="a"))
+            compiler.submit(StructuredOutputs(regex="a")).result()
 
 
 def test_loading_a_tokenizer_counts_for_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,9 +377,9 @@ def test_a_tokenizer_is_loaded_once_and_again_after_a_failure(monkeypatch: pytes
     monkeypatch.setattr(grammar, "load_tokenizer", load)
     compiler = GrammarCompiler(TARGET, 4096, frozenset({1}))
     with pytest.raises(InvalidRequest, match="not there yet"):
-        compiler.compile(StructuredOutputs(regex="a"))
+        compiler.submit(StructuredOutputs(regex="a")).result()
     for number in range(3):
-        compiler.compile(StructuredOutputs(regex=f"a{number}"))
+        compiler.submit(StructuredOutputs(regex=f"a{number}")).result()
     assert len(models) == 2
 
 
@@ -403,7 +403,7 @@ def test_whitespace_of_json_is_bounded_unless_asked(
     given = {kind: json.dumps(CALL if kind == "json" else tag)}
 
     def fits(pattern: str | None) -> bool:
-        found = compiler.compile(StructuredOutputs(**given, whitespace_pattern=pattern))
+        found = compiler.submit(StructuredOutputs(**given, whitespace_pattern=pattern)).result()
         return follows(found.matcher(), text, tokenizer)
 
     assert fits(None) == is_bounded
@@ -413,13 +413,13 @@ def test_whitespace_of_json_is_bounded_unless_asked(
 
 def test_a_compiler_has_a_whitespace_of_its_own(tokenizer: Tokenizer) -> None:
     compiler = GrammarCompiler(TARGET, 4096, frozenset({1}), whitespace_pattern="")
-    assert follows(compiler.compile(StructuredOutputs(json=CALL)).matcher(), '{"x":1}', tokenizer)
-    assert not follows(compiler.compile(StructuredOutputs(json_object=True)).matcher(), '{ "x":1}', tokenizer)
+    assert follows(compiler.submit(StructuredOutputs(json=CALL)).result().matcher(), '{"x":1}', tokenizer)
+    assert not follows(compiler.submit(StructuredOutputs(json_object=True)).result().matcher(), '{ "x":1}', tokenizer)
 
 
 def test_a_schema_cannot_bring_whitespace_along(tokenizer: Tokenizer, compiler: GrammarCompiler) -> None:
     schema = json.dumps({**CALL, "x-guidance": {"whitespace_pattern": "x*", "whitespace_flexible": True}})
-    found = compiler.compile(StructuredOutputs(json=schema, whitespace_pattern=""))
+    found = compiler.submit(StructuredOutputs(json=schema, whitespace_pattern="")).result()
     assert not follows(found.matcher(), '{x"x":1}', tokenizer)
 
 
@@ -430,7 +430,7 @@ def follows(matcher: Matcher, text: str, tokenizer: Tokenizer) -> bool:
 
 
 def test_forks_go_their_own_ways(compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
-    grammar = compiler.compile(StructuredOutputs(json=CALL))
+    grammar = compiler.submit(StructuredOutputs(json=CALL)).result()
     ids = tokenizer.tokenizer.encode('{"x": 12}', add_special_tokens=False).ids
     matchers, masks = [grammar.matcher()], []
     for token in ids:
@@ -451,7 +451,7 @@ def test_forks_leave_the_masks_of_a_path_as_they_are(compiler: GrammarCompiler, 
     """Masks behind paths beside the one that is taken; going back over these paths made llguidance 1.9 mix them up."""
     item = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     schema = {"type": "object", "properties": {"x": {"type": "array", "items": item}}, "required": ["x"]}
-    grammar = compiler.compile(StructuredOutputs(json=schema))
+    grammar = compiler.submit(StructuredOutputs(json=schema)).result()
     encode = tokenizer.tokenizer.encode
     begin = encode('{"x": [{"a": 1', add_special_tokens=False).ids
     matcher = grammar.matcher()

@@ -93,7 +93,7 @@ def test_the_longest_chain_leaves_the_process_alive(kind: str, compiler: Grammar
     """It compiles, or is refused: a default stack of 8 MiB overflows with a tenth of each."""
     error = compiler.submit(longest(CHAINS[kind])).exception()
     assert error is None or (isinstance(error, InvalidRequest) and error.param == "structured_outputs")
-    assert compiler.compile(StructuredOutputs(regex=f"after {kind}"))
+    assert compiler.submit(StructuredOutputs(regex=f"after {kind}")).result()
 
 
 SLOW = StructuredOutputs(grammar="start: T0\n" + "".join(f"T{i}: T{i + 1}*\n" for i in range(9000)) + 'T9000: "a"\n')
@@ -123,7 +123,7 @@ def tried_first(monkeypatch: pytest.MonkeyPatch) -> Callable[[GrammarCompiler], 
         return translate(self, structured, seconds)
 
     def tried(compiler: GrammarCompiler) -> subprocess.Popen[bytes]:
-        compiler.compile(FIRST)
+        compiler.submit(FIRST).result()
         return users.pop().idle[-1].process
 
     monkeypatch.setattr(grammar_trial.GrammarTrials, "translate", recorded)
@@ -162,28 +162,28 @@ def test_a_grammar_that_its_trial_dies_of_is_refused(kill_trial: KillTrial) -> N
     again = compiler.submit(SLOW)
     assert again.done(), "it is not tried again"
     assert str(again.exception()) == str(error)
-    assert compiler.compile(StructuredOutputs(regex="second"))
+    assert compiler.submit(StructuredOutputs(regex="second")).result()
 
 
 def test_a_grammar_is_not_blamed_for_a_trial_that_is_killed(kill_trial: KillTrial) -> None:
     compiler, error = kill_trial(signal.SIGKILL)
     assert isinstance(error, Unavailable)
     assert "send the request again" in str(error)
-    assert compiler.compile(StructuredOutputs(regex="second"))
+    assert compiler.submit(StructuredOutputs(regex="second")).result()
 
 
 @pytest.mark.parametrize("name", ['"\\ud800"', r'"\q"'])
 def test_a_token_that_is_no_text_is_refused(name: str, compiler: GrammarCompiler) -> None:
     text = f'{{"type": "structural_tag", "format": {{"type": "token", "token": {name}}}}}'
     with pytest.raises(InvalidRequest, match="a token that cannot be read") as caught:
-        compiler.compile(StructuredOutputs(structural_tag=text))
+        compiler.submit(StructuredOutputs(structural_tag=text)).result()
     assert caught.value.param == "structured_outputs"
 
 
 def test_a_trial_that_cannot_start_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/nowhere/python")
     with pytest.raises(Unavailable, match="cannot start a process that tries new grammars: "):
-        new_compiler().compile(StructuredOutputs(regex="first"))
+        new_compiler().submit(StructuredOutputs(regex="first")).result()
 
 
 def test_a_trial_that_does_not_start_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +192,7 @@ def test_a_trial_that_does_not_start_is_not_waited_for(monkeypatch: pytest.Monke
     monkeypatch.setattr(grammar_trial, "WALL_SECONDS", 0.1)
     monkeypatch.setattr(grammar_trial, "start_child", lambda: grammar_trial.TrialProcess(asleep, ours))
     with theirs, pytest.raises(Unavailable, match="does not start"):
-        new_compiler().compile(StructuredOutputs(regex="first"))
+        new_compiler().submit(StructuredOutputs(regex="first")).result()
     assert asleep.returncode == -signal.SIGKILL
 
 

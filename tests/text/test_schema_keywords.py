@@ -202,7 +202,7 @@ MEANINGS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 def test_a_translated_schema_means_the_same(kind: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
     schema, good, bad = MEANINGS[kind]
     before = json.dumps(schema)
-    grammar = compiler.compile(StructuredOutputs(json=schema))
+    grammar = compiler.submit(StructuredOutputs(json=schema)).result()
     assert [text for text in good if not accepts(grammar.matcher(), tokenizer, text)] == []
     assert [text for text in bad if accepts(grammar.matcher(), tokenizer, text)] == []
     known_schema(schema)
@@ -222,7 +222,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_a_limit_that_no_grammar_has_is_refused_by_name(keyword: str, compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequest, match=keyword):
-        compiler.compile(StructuredOutputs(json=REFUSED[keyword]))
+        compiler.submit(StructuredOutputs(json=REFUSED[keyword])).result()
 
 
 def test_a_schema_that_is_no_json_is_the_callers_mistake() -> None:

@@ -147,7 +147,7 @@ class Constraint:
         output = ChatOutput(ToolFields.model_validate(fields), "m", form, self.tokenizer, ())
         structured = output.constraint(given)
         assert structured is not None
-        self.grammar = compiler(folder).compile(structured)
+        self.grammar = compiler(folder).submit(structured).result()
 
     def admits(self, text: str) -> bool:
         """Whether a text is a whole output."""
