@@ -62,7 +62,6 @@ up: $(KERNELS) ## start all services here and keep them running
 bench: $(KERNELS) ## measure the demo models here, about 3 minutes; writes dated reports to benchmarks/results/
 	@$(BIN)/eyas bench offline --model models/demo/target --draft-model models/demo/eagle3 --prompts models/demo/prompts.jsonl \
 		--batch 1 --batch 8 --batch 16 --temperature 0 --temperature 0.8
-	@$(BIN)/python -m benchmarks.scripts.round_trip
 
 # Sources of Python's library without the modules that the prompts are from.
 CORPUS := build/methods/corpus
