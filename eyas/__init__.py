@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from eyas.api.request import SamplingParams, StructuredOutputs
     from eyas.config import DraftingConfig, EngineConfig, TreeConfig
     from eyas.errors import EyasError
-    from eyas.llm import LLM, AsyncEngineArgs, AsyncLLM, AsyncLLMEngine
+    from eyas.llm import LLM, AsyncLLM
 
 # The log of gRPC repeats what our errors say. It reads this variable once, when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
@@ -19,9 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
-    "AsyncEngineArgs",
     "AsyncLLM",
-    "AsyncLLMEngine",
     "CompletionOutput",
     "DraftingConfig",
     "EngineConfig",
@@ -35,9 +33,7 @@ __all__ = [
 
 _HOMES = {
     "LLM": "eyas.llm",
-    "AsyncEngineArgs": "eyas.llm",
     "AsyncLLM": "eyas.llm",
-    "AsyncLLMEngine": "eyas.llm",
     "CompletionOutput": "eyas.api.outputs",
     "Logprob": "eyas.api.outputs",
     "RequestOutput": "eyas.api.outputs",

@@ -369,14 +369,6 @@ class LLM:
             self._step()
 
 
-class AsyncEngineArgs:
-    """The arguments of an AsyncLLM, for code that was written for vLLM's `from_engine_args`."""
-
-    def __init__(self, model: str, **arguments: Any) -> None:
-        self.model = model
-        self.arguments = arguments
-
-
 class AsyncLLM:
     """`LLM` for asyncio: requests join and leave the running batch one by one. The engine runs in a thread of its own.
 
@@ -387,11 +379,6 @@ class AsyncLLM:
         self._llm = LLM(model, **arguments)
         self._engine = AsyncEngine(self._llm.llm_engine)
         self._running: dict[str, list[str]] = {}
-
-    @classmethod
-    def from_engine_args(cls, engine_args: AsyncEngineArgs) -> Self:
-        """Make an engine as vLLM does."""
-        return cls(engine_args.model, **engine_args.arguments)
 
     async def __aenter__(self) -> Self:
         return self
@@ -469,9 +456,6 @@ class AsyncLLM:
         """End a request. Its generator yields a last output with the finish reason "cancelled". Unknown ids are ignored."""
         for name in self._running.get(request_id, ()):
             self._engine.cancel(name)
-
-
-AsyncLLMEngine = AsyncLLM
 
 
 def _speculation(

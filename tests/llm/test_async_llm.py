@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from eyas import LLM, AsyncEngineArgs, AsyncLLMEngine, RequestOutput, SamplingParams
+from eyas import LLM, AsyncLLM, RequestOutput, SamplingParams
 from eyas.errors import InvalidRequest
 
 PROMPTS = ["import os\n\ndef main(", "class Queue:\n"]
@@ -14,9 +14,8 @@ ENDLESS = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[AsyncLLMEngine]:
-    arguments = {"draft_model": "models/demo/eagle3", "max_kv_tokens": 8192}
-    engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs(model="models/demo/target", **arguments))
+def engine() -> Iterator[AsyncLLM]:
+    engine = AsyncLLM("models/demo/target", draft_model="models/demo/eagle3", max_kv_tokens=8192)
     yield engine
     engine.shutdown()
 
@@ -31,7 +30,7 @@ async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
     return found
 
 
-def test_concurrent_requests_equal_generate(engine: AsyncLLMEngine, plain_llm: LLM) -> None:
+def test_concurrent_requests_equal_generate(engine: AsyncLLM, plain_llm: LLM) -> None:
     stop = plain_llm.generate(PROMPTS[1], GREEDY)[0].outputs[0].text[8:13]
     asked = [
         SamplingParams(max_tokens=24, temperature=0.9, seed=3, n=2, logprobs=1),
@@ -48,7 +47,7 @@ def test_concurrent_requests_equal_generate(engine: AsyncLLMEngine, plain_llm: L
             assert (one.token_ids, one.text, one.stop_reason) == (other.token_ids, other.text, other.stop_reason)
 
 
-async def test_deltas_join_to_the_cumulative_output(engine: AsyncLLMEngine) -> None:
+async def test_deltas_join_to_the_cumulative_output(engine: AsyncLLM) -> None:
     pieces = [one async for one in engine.generate(PROMPTS[0], GREEDY, output_kind="delta")]
     final = [one async for one in engine.generate(PROMPTS[0], GREEDY, output_kind="final_only")]
     assert len(pieces) > 1 == len(final)
@@ -57,7 +56,7 @@ async def test_deltas_join_to_the_cumulative_output(engine: AsyncLLMEngine) -> N
     assert (await last(engine.generate(PROMPTS[0], GREEDY))).outputs[0].text == final[0].outputs[0].text
 
 
-async def test_an_aborted_request_ends_and_others_go_on(engine: AsyncLLMEngine, plain_llm: LLM) -> None:
+async def test_an_aborted_request_ends_and_others_go_on(engine: AsyncLLM, plain_llm: LLM) -> None:
     other = asyncio.create_task(last(engine.generate(PROMPTS[0], GREEDY)))
     outputs = []
     async for output in engine.generate(PROMPTS[1], ENDLESS, "endless"):
@@ -69,7 +68,7 @@ async def test_an_aborted_request_ends_and_others_go_on(engine: AsyncLLMEngine, 
     assert (await other).outputs[0].text == plain_llm.generate(PROMPTS[0], GREEDY)[0].outputs[0].text
 
 
-async def test_a_generator_left_early_cancels_its_request(engine: AsyncLLMEngine) -> None:
+async def test_a_generator_left_early_cancels_its_request(engine: AsyncLLM) -> None:
     generator = engine.generate(PROMPTS[0], ENDLESS, "left")
     await anext(generator)
     with pytest.raises(InvalidRequest, match="request_id 'left' is running already"):
@@ -78,7 +77,7 @@ async def test_a_generator_left_early_cancels_its_request(engine: AsyncLLMEngine
     await last(engine.generate(PROMPTS[0], GREEDY, "left"))
 
 
-async def test_chat_streams_the_next_message(engine: AsyncLLMEngine, plain_llm: LLM) -> None:
+async def test_chat_streams_the_next_message(engine: AsyncLLM, plain_llm: LLM) -> None:
     messages = [{"role": "user", "content": "def main():"}]
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     expected = plain_llm.chat(messages, GREEDY, chat_template=template)[0]
