@@ -8,14 +8,11 @@ choice of nodes could reach with the same trees and times. Writes a dated report
 from __future__ import annotations
 
 import itertools
-import json
-import random
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Annotated, Any
 
 import numpy as np
@@ -44,7 +41,6 @@ from eyas.models.target import TargetModel
 from eyas.progress import Progress, progress
 from eyas.protocol.tree import DraftTree
 from eyas.sampling.acceptance import StepOutputs
-from eyas.text.tokenizer import load_tokenizer
 
 POLICIES: tuple[DraftBudgetPolicy | None, ...] = (None, "fixed", "adaptive")
 # Published speedups by batch, of other models on other machines: SGLang with EAGLE-3, and vLLM with adaptive DSpark.
@@ -57,7 +53,6 @@ class Rate:
 
     Attributes:
         policy: "plain", "fixed" or "adaptive".
-        prompts: number of the set.
         relative: to plain decoding.
         steady: tokens per second of steps without prompts that nine of ten places are taken in.
     """
@@ -65,7 +60,6 @@ class Rate:
     batch: int
     temperature: float
     policy: str
-    prompts: int
     tokens_per_s: float
     relative: float
     steady: float
@@ -78,7 +72,7 @@ class Bound:
     """The most tokens per second of steps without prompts, relative to plain ones, with the trees of one run.
 
     Attributes:
-        context: tokens of each sequence.
+        context: tokens of each sequence, in the mean of the run.
         plain: tokens per second.
         ranked: with nodes in the order of their survival, and the best depth and number of them.
         known: with accepted nodes alone.
@@ -102,10 +96,6 @@ class Settings:
 
     Attributes:
         verifier, drafter: cost tables.
-        num_sets: of prompts and seeds.
-        prompt_tokens: mean length of pieces of modules, 64 by default.
-        waves: requests for each place in the batch.
-        contexts: of bounds.
     """
 
     model: str
@@ -116,55 +106,27 @@ class Settings:
     batches: tuple[int, ...]
     temperatures: tuple[float, ...]
     max_fixed: int
-    num_sets: int
-    prompt_tokens: int
-    waves: int
-    contexts: tuple[int, ...]
 
 
 def main(
     model: Annotated[str, typer.Option(help="Target.")] = "models/demo/target",
     draft_model: Annotated[str, typer.Option(help="Draft head.")] = "models/demo/eagle3-full",
     prompts: Annotated[Path, typer.Option(help="JSON Lines.")] = Path("models/demo/prompts.jsonl"),
-    modules: Annotated[
-        Path, typer.Option(help="Modules of Python whose text further sets begin in, as a JSON list.")
-    ] = Path("models/demo/heldout_modules.json"),
     verifier: Annotated[str, typer.Option(help="Cost table of the target.")] = "llama-3.1-8b@h200",
     drafter: Annotated[str, typer.Option(help="Cost table of the drafter.")] = "eagle3-8b@h200",
     batch: Annotated[list[int], typer.Option(help="May be repeated.")] = [1, 4, 16, 64, 256],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="May be repeated.")] = [0.0, 1.0],  # noqa: B006
     max_tokens: Annotated[int, typer.Option(help="Of each prompt.")] = 48,
     max_fixed: Annotated[int, typer.Option(help="Largest batch with the largest trees: these take long to compute.")] = 16,
-    num_sets: Annotated[int, typer.Option(help="Sets of prompts and seeds; those after the first are of the modules.")] = 1,
-    prompt_tokens: Annotated[int, typer.Option(help="Mean length of pieces of modules; given, all sets have these.")] = 0,
-    waves: Annotated[int, typer.Option(help="Requests for each place in the batch, one after the other.")] = 1,
-    context: Annotated[list[int], typer.Option(help="Tokens of each context in bounds; 0 for those of the run.")] = [0],  # noqa: B006
     out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("benchmarks/results"),
 ) -> None:
     """Measure plain decoding, the largest trees and adaptive trees at each batch size."""
     batches, temperatures = tuple(batch), tuple(temperature)
-    settings = Settings(
-        model,
-        draft_model,
-        verifier,
-        drafter,
-        max_tokens,
-        batches,
-        temperatures,
-        max_fixed,
-        num_sets,
-        prompt_tokens,
-        waves,
-        tuple(context),
-    )
-    try:
-        bench = Bench(settings, prompts, modules)
-        with progress() as shown:
-            rates = bench.rates(shown)
-            bounds = bench.bounds()
-    except EyasError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+    settings = Settings(model, draft_model, verifier, drafter, max_tokens, batches, temperatures, max_fixed)
+    bench = Bench(settings, prompts)
+    with progress() as shown:
+        rates = bench.rates(shown)
+        bounds = bench.bounds()
     program = "python -m benchmarks.scripts.adaptive_batches"
     rows = [replace(rate, outputs=()) for rate in rates]
     tables = [table(rates), bounds_table(bounds)]
@@ -191,9 +153,9 @@ class Bench:
 
     BOUND_SEQUENCES = 20  # that the trees of a bound come from
 
-    def __init__(self, settings: Settings, file: Path, modules: Path) -> None:
+    def __init__(self, settings: Settings, file: Path) -> None:
         """Raises ConfigError, CheckpointError."""
-        self._settings, self._modules = settings, modules
+        self._settings = settings
         self._head = DraftHead(settings.draft_model)
         tasks = MethodsSettings(
             model=settings.model, methods=(MethodSpec(self._head.method),), prompts=file, num_prompts=10**6
@@ -207,50 +169,33 @@ class Bench:
         self._is_block = isinstance(self._drafter(DraftingConfig()), BlockDrafter)
 
     def rates(self, progress: Progress) -> list[Rate]:
-        """Return every policy at every batch and temperature, with every set of prompts."""
+        """Return every policy at every batch and temperature."""
         s, rates = self._settings, list[Rate]()
-        cells = list(itertools.product(s.temperatures, s.batches, range(s.num_sets)))
-        for temperature, batch, index in progress.track(cells, "batches"):
-            plain, prompts = 0.0, self.prompts(index, batch * s.waves)
+        for temperature, batch in progress.track(list(itertools.product(s.temperatures, s.batches)), "batches"):
+            plain, prompts = 0.0, self.prompts(batch)
             for policy in POLICIES:
                 if policy == "fixed" and batch > s.max_fixed:
                     continue
-                run, steady = self._run(policy, prompts, batch, temperature, index)
+                run, steady = self._run(policy, prompts, temperature)
                 rate, tau = run.tokens_per_second, total_stats([run]).acceptance_length or 1.0
                 plain = plain or rate
-                rates.append(
-                    Rate(batch, temperature, policy or "plain", index, rate, rate / plain, steady, tau, run.outputs)
-                )
+                rates.append(Rate(batch, temperature, policy or "plain", rate, rate / plain, steady, tau, run.outputs))
         return rates
 
-    def prompts(self, index: int, count: int) -> list[Prompt]:
-        """Return the sets of prompts.
+    def prompts(self, count: int) -> list[Prompt]:
+        """Return the prompts of the file in turn."""
+        return [self._prompts[i % len(self._prompts)] for i in range(count)]
 
-        The first has the prompts of the file in turn, others pieces of the modules of half to 1.5 times the mean.
-        """
-        mean = self._settings.prompt_tokens
-        if not index and not mean:
-            return [self._prompts[i % len(self._prompts)] for i in range(count)]
-        library, rng, mean = Path(sysconfig.get_paths()["stdlib"]), random.Random(index), mean or 64
-        names = [name for name in json.loads(self._modules.read_text()) if (library / name).exists()]
-        tokenizer = load_tokenizer(self._settings.model)
-        texts = [(library / name).read_text(encoding="utf-8", errors="ignore") for name in names]
-        starts = [(text, rng.randrange(max(len(text) - 20 * mean, 1))) for text in rng.choices(texts, k=count)]
-        lengths = [rng.randrange(mean // 2, 3 * mean // 2 + 1) for _ in range(count)]
-        return [tokenizer.encode(text[at : at + 20 * mean])[:n] for (text, at), n in zip(starts, lengths, strict=True)]
-
-    def _run(
-        self, policy: DraftBudgetPolicy | None, prompts: Sequence[Prompt], batch: int, temperature: float, index: int
-    ) -> tuple[Run, float]:
+    def _run(self, policy: DraftBudgetPolicy | None, prompts: Sequence[Prompt], temperature: float) -> tuple[Run, float]:
         """Return a run, and its tokens per second while the batch is full and has no prompts."""
-        engine, clock = self._engine(policy, prompts, batch)
+        engine, clock = self._engine(policy, prompts)
         outputs, stats, began, steady = [()] * len(prompts), GenerationStats(), clock(), [0.0, 0.0]
         sampling = SamplingParams(self._settings.max_tokens, temperature, ignore_eos=True)
         for place, prompt in enumerate(prompts):
-            engine.submit(Request(f"{place}", prompt, replace(sampling, seed=10_000 * index + place)))
+            engine.submit(Request(f"{place}", prompt, replace(sampling, seed=place)))
         while engine.has_work:
             running, step_began, before = engine.scheduler.running, clock(), sum(map(len, outputs))
-            is_steady = len(running) >= 0.9 * batch and not any(sequence.prefilling for sequence in running)
+            is_steady = len(running) >= 0.9 * len(prompts) and not any(sequence.prefilling for sequence in running)
             for chunk in engine.step():
                 outputs[int(chunk.request_id)] += chunk.token_ids
                 stats.add(chunk)
@@ -258,14 +203,11 @@ class Bench:
                 steady = [steady[0] + sum(map(len, outputs)) - before, steady[1] + clock() - step_began]
         return Run(clock() - began, tuple(outputs), stats), steady[0] / steady[1] if steady[1] else 0.0
 
-    def _engine(
-        self, policy: DraftBudgetPolicy | None, prompts: Sequence[Prompt], batch: int
-    ) -> tuple[Engine, VirtualClock]:
+    def _engine(self, policy: DraftBudgetPolicy | None, prompts: Sequence[Prompt]) -> tuple[Engine, VirtualClock]:
         s, clock, drafter = self._settings, VirtualClock(), None
         config = EngineConfig(
-            max_kv_tokens=batch * (max(map(len, prompts)) + s.max_tokens + self._tree.num_draft_tokens),
-            max_num_seqs=batch,
-            max_queued_requests=len(prompts),
+            max_kv_tokens=len(prompts) * (max(map(len, prompts)) + s.max_tokens + self._tree.num_draft_tokens),
+            max_num_seqs=len(prompts),
             prefix_cache=False,
             draft_budget=policy or "fixed",
             emulated_device=s.verifier,
@@ -285,8 +227,8 @@ class Bench:
         """Return the bounds of every batch and temperature, with the trees of one run of a few sequences."""
         s, bounds = self._settings, list[Bound]()
         for temperature in s.temperatures:
-            prompts, budget = self.prompts(0, self.BOUND_SEQUENCES), RecordingBudget()
-            engine, _ = self._engine("fixed", prompts, len(prompts))
+            prompts, budget = self.prompts(self.BOUND_SEQUENCES), RecordingBudget()
+            engine, _ = self._engine("fixed", prompts)
             engine.budget = budget
             for index, prompt in enumerate(prompts):
                 engine.submit(
@@ -294,9 +236,8 @@ class Bench:
                 )
             while engine.has_work:
                 engine.step()
-            own = fmean(map(len, prompts)) + s.max_tokens / 2
-            cells = itertools.product(s.batches, s.contexts)
-            bounds += [self._bound(budget.found, batch, temperature, context or own) for batch, context in cells]
+            context = fmean(map(len, prompts)) + s.max_tokens / 2
+            bounds += [self._bound(budget.found, batch, temperature, context) for batch in s.batches]
         return bounds
 
     def _bound(
@@ -334,29 +275,21 @@ class Bench:
 
 def table(rates: Sequence[Rate]) -> Table:
     """Return the table of the report."""
-    plain = {(rate.temperature, rate.batch, rate.prompts): rate for rate in rates if rate.policy == "plain"}
-    cells = dict.fromkeys((rate.temperature, rate.batch, rate.policy) for rate in rates)
+    plain = {(rate.temperature, rate.batch): rate for rate in rates if rate.policy == "plain"}
     rows = []
-    for temperature, batch, policy in cells:
-        own = [rate for rate in rates if (rate.temperature, rate.batch, rate.policy) == (temperature, batch, policy)]
-        equal = [
-            a == b
-            for rate in own
-            for a, b in zip(rate.outputs, plain[temperature, batch, rate.prompts].outputs, strict=True)
-        ]
-        relative = [rate.relative for rate in own]
-        steady = [rate.steady / (plain[temperature, batch, rate.prompts].steady or 1.0) for rate in own]
+    for r in rates:
+        base = plain[r.temperature, r.batch]
+        num_equal = sum(a == b for a, b in zip(r.outputs, base.outputs, strict=True))
         rows.append((
-            f"{temperature:g}", f"{batch}", policy, number(median(rate.tokens_per_s for rate in own)),
-            f"{median(relative):.3f}", f"{min(relative):.3f} to {max(relative):.3f}",
-            f"{median(steady):.2f}", f"{median(rate.tau for rate in own):.2f}", f"{sum(equal)} of {len(equal)}",
+            f"{r.temperature:g}", f"{r.batch}", r.policy, number(r.tokens_per_s), f"{r.relative:.3f}",
+            f"{r.steady / (base.steady or 1.0):.2f}", f"{r.tau:.2f}", f"{num_equal} of {len(r.outputs)}",
         ))  # fmt: skip
     note = (
-        "Tokens per emulated second of a batch decoded to its end, prefill included; relative to plain decoding, median and "
-        "range of the sets of prompts. steady: the same of steps without prompts that nine of ten places are taken in. tau: "
-        "tokens per verify step. as plain: outputs equal to plain decoding."
+        "Tokens per emulated second of a batch decoded to its end, prefill included, and relative to plain decoding. "
+        "steady: the same of steps without prompts that nine of ten places are taken in. tau: tokens per verify step. as "
+        "plain: outputs equal to plain decoding."
     )
-    columns = ("temperature", "batch", "policy", "tokens/s", "relative", "range", "steady", "tau", "as plain")
+    columns = ("temperature", "batch", "policy", "tokens/s", "relative", "steady", "tau", "as plain")
     return Table("Rates", columns, tuple(rows), note)
 
 
@@ -389,8 +322,7 @@ def draw(rates: Sequence[Rate], file: Path) -> None:
         for policy, style in (("adaptive", "o-"), ("fixed", "s:")):
             own = [rate for rate in rates if (rate.temperature, rate.policy) == (temperature, policy)]
             label = f"Eyas, {policy}, temperature {temperature:g}"
-            at = sorted({rate.batch for rate in own})
-            axes.plot(at, [median(r.relative for r in own if r.batch == batch) for batch in at], style, label=label)
+            axes.plot([rate.batch for rate in own], [rate.relative for rate in own], style, label=label)
     for name, points in PUBLISHED.items():
         axes.plot(list(points), list(points.values()), "x--", color="0.5" if "vLLM" in name else "0.7", label=name)
     axes.axhline(1, color="0.8", zorder=0)
@@ -404,4 +336,7 @@ def draw(rates: Sequence[Rate], file: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    typer.run(main)
+    try:
+        typer.run(main)
+    except EyasError as error:
+        sys.exit(f"error: {error}")
