@@ -6,7 +6,6 @@ what a drafter would give whose trees cost nothing and come at once. The freshes
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -122,12 +121,10 @@ class SplitResult:
         tau_hit, tau_miss: of trees grown ahead, and of others.
         hit_rate: share of the steps with trees grown ahead.
         prepared: of those without a round trip, as the tree came before the commit.
-        hit_trip_ms, miss_trip_ms: mean round trips of other hits, and of misses.
         step_ms: mean time of a step.
         verify_ms: of that in the target's pass.
         wait_ms: waiting for trees.
         round_trip_ms: from a request for trees to the answer, draft_ms of it in the draft service.
-        accepted_fresh, accepted_hit: numbers of steps by accepted tokens.
         identical: outputs that equal plain decoding.
     """
 
@@ -148,11 +145,7 @@ class SplitResult:
     tau_hit: float = 0.0
     tau_miss: float = 0.0
     rows: float = 1.0
-    accepted_fresh: tuple[int, ...] = ()
-    accepted_hit: tuple[int, ...] = ()
     prepared: float = 0.0
-    hit_trip_ms: float = 0.0
-    miss_trip_ms: float = 0.0
     eta: float | None = None
     speedup: float | None = None
     identical: str = ""
@@ -212,11 +205,7 @@ def result(
         tau_hit=_tau(hits),
         tau_miss=_tau(misses),
         rows=_mean(each.num_rows for each in details),
-        accepted_fresh=_histogram([step for step in steps if not step.grown_ahead]),
-        accepted_hit=_histogram(hits),
         prepared=len(ready) / len(steps) if steps else 0.0,
-        hit_trip_ms=_round_trip_ms(hits),
-        miss_trip_ms=_round_trip_ms(misses),
         verifiers=verifiers,
     )
 
@@ -233,17 +222,6 @@ def rate_of(requests: Sequence[Decoded], batch: int) -> float:
 
 def _tau(steps: Sequence[VerifyStep]) -> float:
     return fmean(step.accepted + 1 for step in steps) if steps else 0.0
-
-
-def _histogram(steps: Sequence[VerifyStep]) -> tuple[int, ...]:
-    """Return how many steps accepted 0, 1, 2 ... drafted tokens."""
-    found = Counter(step.accepted for step in steps)
-    return tuple(found[accepted] for accepted in range(max(found, default=-1) + 1))
-
-
-def _round_trip_ms(steps: Sequence[VerifyStep]) -> float:
-    """Return the mean of the steps that had a round trip."""
-    return _mean(step.details.round_trip_ms for step in steps if step.details and step.details.round_trip_ms)
 
 
 def _mean(values: Iterable[float]) -> float:
