@@ -62,8 +62,7 @@ def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> Non
             measure_head(name, make_head(config, device), scale, rates, part)
             rounds = [each for each in part.results if each.head == name]
             part.costs.append(cost_table(name, rounds, scale, device))
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+            torch.cuda.empty_cache()
     finally:
         part.tables = tables(part.results, rates)
 

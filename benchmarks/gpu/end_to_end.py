@@ -17,7 +17,7 @@ from benchmarks.widen.heads import widen
 from eyas.bench import methods, offline
 from eyas.bench.methods import MethodsResults
 from eyas.bench.report import Table, number
-from eyas.bench.results import OfflineResults, SpeedComparison, tables_of
+from eyas.bench.results import SpeedComparison, tables_of
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.config import Dtype, TreeConfig
 from eyas.progress import Progress
@@ -35,12 +35,10 @@ class EndToEnd:
 
     Attributes:
         methods: every method at batch 1.
-        batches: EAGLE-3 beside plain decoding and `generate`. None: not run, or not to the end.
-        compared: the comparisons of `batches`, also of those before an end too early.
+        compared: EAGLE-3 beside plain decoding and `generate`, as far as it has run.
     """
 
     methods: MethodsResults | None = None
-    batches: OfflineResults | None = None
     compared: list[SpeedComparison] = field(default_factory=list)
 
 
@@ -60,12 +58,11 @@ def measure(device: torch.device, scale: Scale, progress: Progress, part: Part) 
         )  # fmt: skip
         with part.case(CASES[1]):
             try:
-                part.results.batches = offline.measure(batched, progress, part.results.compared.append)
+                offline.measure(batched, progress, part.results.compared.append)
             finally:
-                whole, compared = part.results.batches, part.results.compared
-                found = whole.tables() if whole else tables_of(compared)
-                part.tables += [shares(compared), *_titled(found)] if compared else []
-        _free(device)
+                compared = part.results.compared
+                part.tables += [shares(compared), *_titled(tables_of(compared))] if compared else []
+        torch.cuda.empty_cache()
         every = MethodsSettings(
             model=batched.model,
             methods=(*specs, MethodSpec("prompt_lookup")),
@@ -81,7 +78,7 @@ def measure(device: torch.device, scale: Scale, progress: Progress, part: Part) 
         with part.case(CASES[2]):
             part.results.methods = methods.measure(every, progress)
             part.tables += _titled(part.results.methods.tables())
-        _free(device)
+        torch.cuda.empty_cache()
 
 
 def shares(comparisons: Sequence[SpeedComparison]) -> Table:
@@ -103,8 +100,3 @@ def shares(comparisons: Sequence[SpeedComparison]) -> Table:
 
 def _titled(found: Sequence[Table]) -> list[Table]:
     return [replace(table, title=f"End to end, {table.title}") for table in found]
-
-
-def _free(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -60,8 +60,7 @@ def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> Non
                 part.results.append(measure_chunk(rows, cached, target, backend, kv_cache, scale, rates))
     finally:
         part.tables = [table(name, part.results, rates)]
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def measure_chunk(

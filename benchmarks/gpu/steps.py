@@ -72,9 +72,8 @@ def measure(device: torch.device, scale: Scale, rates: Rates, part: Part) -> Non
                 part.costs.append(cost_table(name, found, device))  # without those of 8 bits, which are the last
             part.tables += tables(name, found, rates)
         del target
-        if device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def make_target(config: LlamaConfig, device: torch.device) -> TargetModel:
