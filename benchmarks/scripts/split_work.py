@@ -7,12 +7,10 @@ Both decode the same prompts in turn, plainly and with drafts. Writes a dated re
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from multiprocessing.connection import Connection
@@ -22,7 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from benchmarks.scripts.streaming_work import cpu_seconds, read_events
+from benchmarks.scripts.streaming_work import child_process, cpu_seconds, read_events
 from eyas.api.request import SamplingParams
 from eyas.bench.report import Report, Spread, Table, number
 from eyas.errors import EyasError
@@ -109,7 +107,9 @@ def measure(settings: Settings, shown: Progress) -> list[SplitWork]:
     shown.show("starting the services and the process")
     found = list[SplitWork]()
     texts = tuple[str, ...]()
-    with running_cluster(services, free_port()) as cluster, running_llm(settings) as llm:
+    with running_cluster(services, free_port()) as cluster, child_process(_decode, settings) as (pid, pipe):
+        llm = LlmProcess(pid, pipe, settings.num_tokens)
+        pipe.recv()
         for child in cluster.services:
             cluster.wait(child)
         warm_up(cluster["router"].address)
@@ -171,22 +171,6 @@ class LlmProcess:
         seconds = time.perf_counter() - started
         num_tokens = self.num_tokens * len(prompts)
         return Run(texts, num_tokens / seconds, {"one process": 1e6 * (cpu_seconds(self.pid) - before) / num_tokens})
-
-
-@contextmanager
-def running_llm(settings: Settings) -> Iterator[LlmProcess]:
-    """Load the models in a process of its own, which ends with the context."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_decode, args=(there, settings), daemon=True)
-    process.start()
-    there.close()  # so that the pipe ends with the process
-    try:
-        here.recv()
-        yield LlmProcess(process.pid or 0, here, settings.num_tokens)
-    finally:
-        process.terminate()
-        process.join()
 
 
 def _decode(pipe: Connection, settings: Settings) -> None:

@@ -12,7 +12,7 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -177,14 +177,14 @@ async def measure(settings: Settings, shown: Progress) -> list[StreamingWork]:
     found = list[StreamingWork]()
     with ExitStack() as stack:
         servicer = PacedVerifier(settings.chunk_tokens, settings.step_ms / 1e3)
-        address, _ = stack.enter_context(child(serve_verifier, servicer))
-        (verifier,) = multiprocessing.active_children()
+        verifier, connection = stack.enter_context(child_process(serve_verifier, servicer))
+        address = connection.recv()
         routers = [stack.enter_context(running_router(name, address)) for name in settings.checkouts]
         for api, num_clients in shown.track(list(product(settings.apis, settings.clients)), "cases"):
             runs: dict[str, list[Run]] = {router.checkout: [] for router in routers}
             for repeat in range(1 + settings.repeats):
                 for router in routers if repeat % 2 else routers[::-1]:
-                    run = await measure_run(router, verifier.pid or 0, api, num_clients, settings.num_tokens)
+                    run = await measure_run(router, verifier, api, num_clients, settings.num_tokens)
                     runs[router.checkout] += [run] if repeat else []  # the first warms up
             found += [summary(name, api, num_clients, own) for name, own in runs.items()]
     return found
@@ -259,26 +259,26 @@ def check(holds: bool, otherwise: str) -> None:
 
 
 @contextmanager
-def child(serve: Callable[..., Awaitable[None]], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
-    """Run `serve(connection, *arguments)` in another process; yields the first value that it sends, and the connection."""
+def child_process(run: Callable[..., None], *arguments: Any) -> Iterator[tuple[int, Connection]]:
+    """Call `run(connection, *arguments)` in a process that ends with the context; yields its id and the connection."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_run, args=(serve, there, *arguments), daemon=True)
+    process = context.Process(target=run, args=(there, *arguments), daemon=True)
     process.start()
+    there.close()  # so that the pipe ends with the process
     try:
-        if not here.poll(START_TIMEOUT_S):
-            raise Unavailable(f"a process did not start within {START_TIMEOUT_S:.0f} s")
-        yield here.recv(), here
+        yield process.pid or 0, here
     finally:
         process.terminate()
         process.join()
 
 
-def _run(serve: Callable[..., Any], connection: Connection, *arguments: Any) -> None:
-    asyncio.run(serve(connection, *arguments))
+def serve_verifier(connection: Connection, servicer: PacedVerifier) -> None:
+    """Run a verifier that computes nothing."""
+    asyncio.run(_serve(connection, servicer))
 
 
-async def serve_verifier(connection: Connection, servicer: PacedVerifier) -> None:
+async def _serve(connection: Connection, servicer: PacedVerifier) -> None:
     """Serve as a verifier of MODEL that is not in a registry; send its address."""
     peers = Peers()
     server = worker_server(ServerConfig(), peers)
@@ -350,5 +350,5 @@ def table(found: Sequence[StreamingWork]) -> Table:
 if __name__ == "__main__":
     try:
         typer.run(main)
-    except EyasError as error:
+    except (EyasError, EOFError) as error:
         sys.exit(f"error: {error}")
