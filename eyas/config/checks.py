@@ -63,15 +63,10 @@ def one_of(choices: object, **settings: str) -> None:
         require(value in allowed, f"{name} is {value!r}; it must be one of {', '.join(filter(None, allowed))}")
 
 
-def valid_port(port: int) -> None:
-    """Check that a port number is in range."""
-    require(0 <= port <= MAX_PORT, f"port is {port}; it must lie in [0, {MAX_PORT}]")
-
-
-def valid_optional_port(**settings: int | None) -> None:
-    """Check that port numbers are in range, or null."""
+def valid_ports(**settings: int | None) -> None:
+    """Check that port numbers are in range; None is a port that is not served."""
     for name, port in settings.items():
-        require(port is None or 0 <= port <= MAX_PORT, f"{name} is {port}; it must lie in [0, {MAX_PORT}], or be null")
+        require(port is None or 0 <= port <= MAX_PORT, f"{name} is {port}; it must lie in [0, {MAX_PORT}]")
 
 
 def num_bytes(name: str, size: str) -> int:

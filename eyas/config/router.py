@@ -12,8 +12,7 @@ from eyas.config.checks import (
     cert_and_key,
     not_below,
     require,
-    valid_optional_port,
-    valid_port,
+    valid_ports,
 )
 from eyas.config.serving import ServiceConfig
 
@@ -92,8 +91,7 @@ class HttpConfig:
     playground: bool = True
 
     def __post_init__(self) -> None:
-        valid_port(self.port)
-        valid_optional_port(operations_port=self.operations_port)
+        valid_ports(port=self.port, operations_port=self.operations_port)
         above_zero(keepalive_interval_s=self.keepalive_interval_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from eyas.config.checks import above_zero, at_least, cert_and_key, require, valid_optional_port, valid_port
+from eyas.config.checks import above_zero, at_least, cert_and_key, require, valid_ports
 from eyas.config.drafting import (
     LOOKUPS,
     NO_DRAFTS,
@@ -46,7 +46,7 @@ class ServerConfig:
     reflection: bool = False
 
     def __post_init__(self) -> None:
-        valid_port(self.port)
+        valid_ports(port=self.port)
         at_least(0, shutdown_delay_s=self.shutdown_delay_s, graceful_shutdown_timeout_s=self.graceful_shutdown_timeout_s)
 
 
@@ -195,7 +195,7 @@ class TelemetryConfig:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        valid_optional_port(metrics_port=self.metrics_port)
+        valid_ports(metrics_port=self.metrics_port)
         require(0 <= self.step_span_ratio <= 1, f"step_span_ratio is {self.step_span_ratio}; it must lie in [0, 1]")
 
 
