@@ -130,9 +130,10 @@ class DraftWorker:
         reasons = Counter(refusal.reason for refusal in refusals)
         self._telemetry.skipped("refused", len(refusals))
         for reason, number in reasons.items():
-            message = f"refused %d commits of stream %d: {_REASONS[reason]}"
+            message, limit = _REASONS[reason]
             values = vars(self.limits) | {"max_model_len": self.info.model.max_model_len}
-            log.warning(message, number, stream.number, values[_LIMITS[reason]], extra={"rate_limited": True})
+            message = f"refused %d commits of stream %d: {message}"
+            log.warning(message, number, stream.number, values[limit], extra={"rate_limited": True})
 
     # Below: the worker's thread only.
 
@@ -238,13 +239,9 @@ class DraftWorker:
             return [None] * len(contexts)
 
 
-_REASONS: dict[RefusalReason, str] = {
-    "context_too_long": "longer than the model's context of %d tokens",
-    "overloaded": "more than queue.max_pending_tokens %d wait already; the drafter is too slow for its verifiers",
-    "too_many_sessions": "the stream has queue.max_sessions %d already; raise it, or add drafters",
-}
-_LIMITS: dict[RefusalReason, str] = {
-    "context_too_long": "max_model_len",
-    "overloaded": "max_pending_tokens",
-    "too_many_sessions": "max_sessions",
+# What the log says of each, with the limit of that name.
+_REASONS: dict[RefusalReason, tuple[str, str]] = {
+    "context_too_long": ("longer than the model's context of %d tokens", "max_model_len"),
+    "overloaded": ("more than queue.max_pending_tokens %d wait already; add drafters", "max_pending_tokens"),
+    "too_many_sessions": ("the stream has queue.max_sessions %d already; raise it, or add drafters", "max_sessions"),
 }

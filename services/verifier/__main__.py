@@ -14,7 +14,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -45,7 +45,6 @@ from eyas.services.lifecycle import (
     WORKER_SERVICE,
     AnnouncedWorker,
     ProcessRunner,
-    Registration,
     ServiceRunner,
     WorkerRegistration,
     serve,
@@ -123,20 +122,21 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
                 lambda: async_engine.prefix_hashes,
                 lambda: pool.status if pool else (),
             )
-            own = WorkerRegistration(server, registry, worker)
-            registration: Registration = own
-            if pool is not None:
-                interval_s = config.registry.heartbeat_interval_s
-                registration = VerifierRegistration(registration, discovery, model, pool, interval_s)
-            names = [GENERATION_SERVICE, WORKER_SERVICE]
-            watchdog = asyncio.create_task(watch_steps(async_engine, own, config, workers.fail), name="watchdog")
-            load_line = LoadLog(telemetry.registry).run(lambda: async_engine.load)
-            load_log = asyncio.create_task(load_line, name="load log")
+            registration = WorkerRegistration(server, registry, worker)
+            tasks = [
+                asyncio.create_task(watch_steps(async_engine, registration, config, workers.fail)),
+                asyncio.create_task(LoadLog(telemetry.registry).run(lambda: async_engine.load)),
+            ]
             try:
-                await serve(server, names, config.server, registration, runner=runner)
+                if pool is not None:
+                    await discovery.watch("draft")
+                    following = follow_drafters(discovery, model, pool, config.registry.heartbeat_interval_s)
+                    tasks.append(asyncio.create_task(following))
+                await serve(server, [GENERATION_SERVICE, WORKER_SERVICE], config.server, registration, runner=runner)
             finally:
-                await cancel_task(watchdog)
-                await cancel_task(load_log)
+                for task in tasks:
+                    await cancel_task(task)
+                await discovery.close()
         for drafter, _ in pool.drafters if pool else ():
             log.info("drafter %s: %d requests answered, %d lost", drafter.address, drafter.num_answered, drafter.num_lost)
 
@@ -216,32 +216,13 @@ async def watch_steps(
     fail(f"a step has not ended for {seconds:.1f} s; the log says where it is")
 
 
-@dataclass
-class VerifierRegistration:
-    """The registration of a verifier that gives its pool the live drafters for `model` every `interval_s` seconds."""
+async def follow_drafters(discovery: Discovery, model: ModelInfo, pool: DraftPool, interval_s: float) -> None:
+    """Give the pool the live drafters for `model`, every `interval_s` seconds until cancelled."""
 
-    worker: Registration
-    discovery: Discovery
-    model: ModelInfo
-    pool: DraftPool
-    interval_s: float
-    _task: asyncio.Task[None] | None = field(default=None, init=False)
+    async def rebalance() -> None:
+        pool.rebalance([lease.address for lease in discovery.known("draft") if model.target.is_drafted_by(lease.model)])
 
-    async def register(self, address: str) -> None:
-        """Announce the worker, and begin to follow the drafters."""
-        await self.worker.register(address)
-        await self.discovery.watch("draft")
-        self._task = asyncio.create_task(repeat(self.interval_s, self._rebalance), name="drafters")
-
-    async def deregister(self) -> None:
-        """Stop both; running requests keep their drafters."""
-        await cancel_task(self._task)
-        await self.worker.deregister()
-        await self.discovery.close()
-
-    async def _rebalance(self) -> None:
-        leases = self.discovery.known("draft")
-        self.pool.rebalance([lease.address for lease in leases if self.model.target.is_drafted_by(lease.model)])
+    await repeat(interval_s, rebalance)
 
 
 def rank_info(config: VerifierConfig, environment: Mapping[str, str] = os.environ) -> RankInfo:

@@ -49,15 +49,12 @@ log = logging.getLogger(__name__)
 class DraftTiming:
     """Times of one answered request for trees, in seconds. round_trip includes draft, the drafter's own time.
 
-    Attributes:
-        drafter: its address.
-        method: its drafting method.
+    drafter: its address.
     """
 
     drafter: str
     round_trip: float
     draft: float
-    method: str = ""
 
 
 @dataclass
@@ -247,8 +244,7 @@ class RemoteDrafter:
         elif pending.answered_at:
             self.num_answered += 1
             self.breaker.succeeded()
-            round_trip, method = pending.answered_at - pending.sent_at, pending.stream.info.method
-            pending.timing = DraftTiming(self.address, round_trip, pending.draft_seconds, method)
+            pending.timing = DraftTiming(self.address, pending.answered_at - pending.sent_at, pending.draft_seconds)
         return pending.drafts
 
     def release(self, sessions: Sequence[str]) -> None:

@@ -318,7 +318,7 @@ def _with_times(chunk: Chunk, report: StepReport, timing: DraftTiming | None, me
     details = replace(step.details, wait_ms=wait_ms, verify_ms=verify_ms, num_rows=report.num_rows)
     if timing is not None:
         draft_ms, round_trip_ms = timing.draft * 1e3, timing.round_trip * 1e3
-        details = replace(details, method=timing.method, draft_ms=draft_ms, round_trip_ms=round_trip_ms)
+        details = replace(details, method=method, draft_ms=draft_ms, round_trip_ms=round_trip_ms)
     elif method and step.drafted:  # a drafter in this process, whose drafting is the wait, or a tree that was prepared ahead
         details = replace(details, method=method, draft_ms=wait_ms)
     return replace(chunk, verify_step=replace(step, details=details))
