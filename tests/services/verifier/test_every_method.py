@@ -1,6 +1,5 @@
 """Every drafting method over real sockets: a verifier's output equals its output without a drafter."""
 
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -8,12 +7,11 @@ import pytest
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftClientConfig
 from eyas.drafters.base import DrafterNeeds
-from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.verifier.draft_client import RemoteDrafter
 from tests.engine.test_equality import TREE, case_of
 from tests.support.methods import CLASSES_OF_DRAFTERS, KINDS_OF_DRAFTS
 from tests.support.runs import assert_plain, run, stats_of
-from tests.support.services.toy_drafting import eventually, serving
+from tests.support.services.toy_drafting import drafting
 from tests.support.tiers import tiered
 from tests.support.tiny import build_engine, fixed_config
 
@@ -27,18 +25,12 @@ PROMPT = (9, 8, 7, 9, 8, 7, 9, 8)
 def test_remote_drafts_of_every_method_change_no_token(name: str, tiny_target: str, tiny_head: str) -> None:
     case = case_of(name, tiny_target, tiny_head)
     drafter, fuser = case.drafter(TREE), case.fuser()
-    needs = drafter.needs
-    info = DrafterInfo(
-        ModelInfo("tiny", "f", 48, 256), name, needs.features, needs.samples, needs.feature_size, drafter.can_sample
-    )
     collected = DrafterNeeds(features=fuser is not None, samples=True)
     requests = [Request(f"{i}", PROMPT[i:], replace(each, seed=50 + i)) for i, each in enumerate(SAMPLINGS)]
-    with serving(drafter, info) as address, closing(RemoteDrafter(address, collected, LINK)) as remote:
-        eventually(lambda: remote.connected)
+    with drafting(drafter, name, RemoteDrafter, collected, LINK) as remote:
         engine = build_engine(
             tiny_target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=512, max_prefill_tokens=16), TREE, remote
         )
         chunks = run(engine, requests)
-        assert remote.num_lost == 0
     assert stats_of(chunks).num_drafted > 0
     assert_plain(tiny_target, requests, chunks)

@@ -14,11 +14,11 @@ from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_head import DraftHead
 from eyas.protocol.tree import DraftTree, PreparedTree
-from eyas.rpc.messages import DrafterInfo, DraftResponse, ModelInfo
+from eyas.rpc.messages import DraftResponse
 from eyas.services.verifier import draft_client
 from eyas.services.verifier.draft_client import MAX_UNPREPARED, RemoteDrafter
 from tests.support.runs import assert_plain, run, stats_of
-from tests.support.services.toy_drafting import VOCAB, ToyDrafter, context, eventually, serving
+from tests.support.services.toy_drafting import VOCAB, ToyDrafter, context, drafting, eventually, serving
 from tests.support.tiny import build_engine, fixed_config
 
 TOKENS = tuple(range(10, 40))
@@ -191,65 +191,56 @@ class PatientVerifier(RemoteDrafter):
             time.sleep(0.0005)
         return super().request(contexts)
 
-    def _receive(self, reply: DraftResponse) -> None:
-        super()._receive(reply)
-        self.num_received += len(reply.prepared)
+    def receive(self, response: DraftResponse) -> None:
+        super().receive(response)
+        self.num_received += len(response.prepared)
 
 
-def test_trees_sent_ahead_and_steps_without_any_change_no_token(
-    tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three sequences; of the steps in which one has no tree, every third waits, and the others decode plainly."""
-    method, taken = "eagle3", list[str]()
-    take = PreparedTrees.take
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The sessions of prepared trees that were used."""
+    sessions, take = list[str](), PreparedTrees.take
 
     def counted(trees: PreparedTrees, context: DraftContext) -> DraftTree | None:
         tree = take(trees, context)
-        taken.extend([context.session] if tree else [])
+        sessions.extend([context.session] if tree else [])
         return tree
 
+    monkeypatch.setattr(PreparedTrees, "take", counted)
+    return sessions
+
+
+def test_trees_sent_ahead_and_steps_without_any_change_no_token(
+    tiny_target: str, tiny_head: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three sequences; of the steps in which one has no tree, every third waits, and the others decode plainly."""
     monkeypatch.setattr(draft_client, "WAITED_SHARE", 1.1)
     monkeypatch.setattr(draft_client, "MAX_UNPREPARED", 3)
-    monkeypatch.setattr(PreparedTrees, "take", counted)
-    head = tiny_head
-    drafting = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode="always"))
-    built = DraftHead(head, method).build_drafter(tiny_target, "float32", "cpu", TREE, drafting)
+    head = DraftHead(tiny_head, "eagle3")
+    settings = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode="always"))
+    built = head.build_drafter(tiny_target, "float32", "cpu", TREE, settings)
     assert isinstance(built, DraftAheadDrafter)
-    inner = built.drafter
-    drafter, fuser = (
-        WatchedDrafter(DraftAheadDrafter(inner, AHEAD)),
-        DraftHead(head, method).build_fuser(tiny_target, "float32", "cpu"),
-    )
-    needs = inner.needs
-    info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
+    drafter, fuser = WatchedDrafter(built), head.build_fuser(tiny_target, "float32", "cpu")
     samplings = [SamplingParams(18, t, seed=50, ignore_eos=True) for t in (0.0, 0.8, 1.0)]
     requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
-    config = DraftClientConfig(draft_timeout_s=30.0)
-    with serving(drafter, info) as address, closing(PatientVerifier(address, needs, config)) as remote:
+    with drafting(drafter, "eagle3", PatientVerifier, built.needs) as remote:
         remote.drafter = drafter
-        eventually(lambda: remote.connected)
         engine = build_engine(tiny_target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=512), TREE, remote)
         chunks = run(engine, requests)
-        assert remote.num_lost == 0
     assert len(set(taken)) > 1
     assert_plain(tiny_target, requests, chunks)
 
 
 def test_the_defaults_of_a_gpu_change_no_token(tiny_target: str, tiny_head: str) -> None:
     """The defaults on a GPU: adaptive trees, drafted ahead. Both depend on time, and no token does."""
-    method, head = "eagle3", tiny_head
-    drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode="always"))
-    drafter = DraftHead(head, method).build_drafter(tiny_target, "float32", "cpu", TREE, drafting, has_idle_time=True)
+    head = DraftHead(tiny_head, "eagle3")
+    settings = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode="always"))
+    drafter = head.build_drafter(tiny_target, "float32", "cpu", TREE, settings, has_idle_time=True)
     assert isinstance(drafter, DraftAheadDrafter)
-    needs, fuser = drafter.needs, DraftHead(head, method).build_fuser(tiny_target, "float32", "cpu")
-    info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, needs.features, needs.samples, needs.feature_size)
+    fuser = head.build_fuser(tiny_target, "float32", "cpu")
     samplings = [SamplingParams(24, t, seed=60, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0)]
     requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
-    with (
-        serving(drafter, info) as address,
-        closing(RemoteDrafter(address, needs, DraftClientConfig(draft_timeout_s=30.0))) as remote,
-    ):
-        eventually(lambda: remote.connected)
+    with drafting(drafter, "eagle3", RemoteDrafter, drafter.needs) as remote:
         config = EngineConfig(max_kv_tokens=512, draft_budget="adaptive")
         engine = build_engine(tiny_target, fuser, "float32", "cpu", config, TREE, remote)
         chunks = run(engine, requests[:1], {6 + i: [request] for i, request in enumerate(requests[1:])})

@@ -4,13 +4,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from eyas.callbacks import nothing
-from eyas.config import DraftQueueConfig, ServerConfig
+from eyas.config import DraftClientConfig, DraftQueueConfig, ServerConfig
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
 from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
@@ -19,6 +20,7 @@ from eyas.rpc.messages import DrafterInfo, ModelInfo
 from eyas.services.draft.servicer import DraftServicer
 from eyas.services.draft.worker import DraftWorker
 from eyas.services.lifecycle import worker_server
+from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.v1 import draft_pb2_grpc
 
 VOCAB = 100
@@ -27,6 +29,10 @@ TREE = TreeBudget(max_nodes=4, max_depth=3)
 INFO = DrafterInfo(
     ModelInfo("toy", "f00d", VOCAB, 1000), "toy", needs_features=True, needs_samples=False, feature_size=WIDTH
 )
+
+# Waits for answers however slow the machine is.
+PATIENT = DraftClientConfig(draft_timeout_s=30.0)
+RemoteT = TypeVar("RemoteT", bound=RemoteDrafter)
 
 
 def feature(position: int, token: int) -> Tensor:
@@ -124,6 +130,20 @@ def serving_all(
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
+
+
+@contextmanager
+def drafting(
+    drafter: LocalDrafter, method: str, kind: type[RemoteT], needs: DrafterNeeds, config: DraftClientConfig = PATIENT
+) -> Iterator[RemoteT]:
+    """A real draft service for the tiny target, as a verifier sees it that collects `needs`. No request may be lost."""
+    own = drafter.needs
+    sizes = own.features, own.samples, own.feature_size, drafter.can_sample, drafter.has_lookups
+    info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, *sizes)
+    with serving(drafter, info) as address, closing(kind(address, needs, config)) as remote:
+        eventually(lambda: remote.connected)
+        yield remote
+        assert remote.num_lost == 0
 
 
 def eventually(condition: Callable[[], object], seconds: float = 60.0) -> None:
