@@ -55,6 +55,15 @@ def test_the_otel_variables_choose_whether_traces_leave(
     assert exports_traces() == traces
 
 
+def test_variables_that_ask_for_pushed_metrics_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OTEL_LOGS_EXPORTER", "none")
+    monkeypatch.setenv("OTEL_METRICS_EXPORTER", "otlp")
+    with telemetry(TelemetryConfig(), "router", CollectorRegistry()):
+        assert [record.getMessage()[:35] for record in caplog.records] == ["OTEL_METRICS_EXPORTER has no effect"]
+
+
 @pytest.mark.parametrize(
     "environment",
     [
