@@ -17,7 +17,7 @@ from benchmarks.widen.heads import widen
 from eyas.bench import methods, offline
 from eyas.bench.methods import MethodsResults
 from eyas.bench.report import Table, number
-from eyas.bench.results import SpeedComparison, tables_of
+from eyas.bench.results import OfflineResults, SpeedComparison
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.config import Dtype, TreeConfig
 from eyas.progress import Progress
@@ -61,7 +61,7 @@ def measure(device: torch.device, scale: Scale, progress: Progress, part: Part) 
                 offline.measure(batched, progress, part.results.compared.append)
             finally:
                 compared = part.results.compared
-                part.tables += [shares(compared), *_titled(tables_of(compared))] if compared else []
+                part.tables += [shares(compared), *_titled(OfflineResults(compared).tables())] if compared else []
         torch.cuda.empty_cache()
         every = MethodsSettings(
             model=batched.model,

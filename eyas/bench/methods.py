@@ -115,9 +115,8 @@ class MethodScore:
 
 @dataclass(frozen=True)
 class MethodsResults:
-    """The scores of all methods at all temperatures. num_threads: CPU threads of torch."""
+    """The scores of all methods at all temperatures."""
 
-    num_threads: int
     scores: tuple[MethodScore, ...]
 
     def tables(self) -> list[Table]:
@@ -153,7 +152,7 @@ def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
             scores.append(MethodScore.of(name, temperature, tasks, own, runs[PLAIN], work, runs.get(LOOKUP, ())))
             whole = scores[-1].overall
             progress.print(f"{label}: {name} {whole.speedup} x" + (f", tau {whole.tau:.2f}" if whole.tau else ""))
-    return MethodsResults(torch.get_num_threads(), tuple(scores))
+    return MethodsResults(tuple(scores))
 
 
 def _contender(

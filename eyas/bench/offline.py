@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-import torch
-
 from eyas.api.request import SamplingParams
 from eyas.bench.results import (
     GENERATE,
@@ -68,7 +66,7 @@ def measure(
         comparisons.append(compare(settings, contenders, prompts, temperature, batch, progress))
         progress.print(str(comparisons[-1]))
         found(comparisons[-1])
-    return OfflineResults(torch.get_num_threads(), tuple(comparisons))
+    return OfflineResults(comparisons)
 
 
 def load(settings: OfflineSettings) -> tuple[OfflineSettings, BenchParts]:

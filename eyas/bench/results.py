@@ -131,24 +131,14 @@ class SpeedComparison:
 
 @dataclass(frozen=True)
 class OfflineResults:
-    """Everything that `eyas bench offline` measures.
+    """Everything that `eyas bench offline` measures."""
 
-    Attributes:
-        num_threads: CPU threads of torch.
-    """
-
-    num_threads: int
-    comparisons: tuple[SpeedComparison, ...]
+    comparisons: Sequence[SpeedComparison]
 
     def tables(self) -> list[Table]:
         """Return the tables of the report; empty ones are left out."""
-        return tables_of(self.comparisons)
-
-
-def tables_of(comparisons: Sequence[SpeedComparison]) -> list[Table]:
-    """Return the tables of comparisons; empty ones are left out."""
-    tables = [_speed(comparisons), _agreement(comparisons), _acceptance(comparisons), _stages(comparisons)]
-    return [table for table in tables if table.rows]
+        tables = [part(self.comparisons) for part in (_speed, _agreement, _acceptance, _stages)]
+        return [table for table in tables if table.rows]
 
 
 def _speed(comparisons: Sequence[SpeedComparison]) -> Table:

@@ -288,6 +288,8 @@ def _announce(model: str) -> None:
 
 def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], out: Path) -> tuple[Any, Path]:
     """Measure, write the report, print it; return the results and the report's page."""
+    import torch
+
     from eyas.bench.report import Report
     from eyas.models.placement import resolve_placement
 
@@ -295,5 +297,5 @@ def _report(name: str, settings: Any, measure: Callable[[Any, Progress], Any], o
     settings = replace(settings, device=device, dtype=dtype)
     with progress() as shown:
         results = measure(settings, shown)
-    settings = replace(settings, threads=results.num_threads)
+    settings = replace(settings, threads=torch.get_num_threads())
     return results, Report.here(name, "eyas", device, settings, results, results.tables()).publish(out)

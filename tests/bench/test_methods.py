@@ -45,7 +45,7 @@ def test_speedups_are_taken_prompt_by_prompt_and_by_task() -> None:
     ]
     assert score.draft_ms == pytest.approx(10)
     assert f"{score.identical}" == "2 of 3, else from token 1"
-    table = MethodsResults(1, (MethodScore.of("plain", 0.0, tasks, plain, plain), score)).tables()[0]
+    table = MethodsResults((MethodScore.of("plain", 0.0, tasks, plain, plain), score)).tables()[0]
     assert table.rows[1][:3] == ("eagle3", "4 (1-4)", "1.50")
     assert "code: speedup / tau" in table.columns
 
@@ -54,17 +54,17 @@ def test_what_drafts_cost_counts_verified_rows_and_passes() -> None:
     stats = GenerationStats(num_verify_steps=2, num_emitted=9, num_drafted=10)  # 4.5 tokens from 6 rows a step
     run, plain = Run(1.0, ((1, 2),), stats), timed(1.0, (1, 2))
     score = MethodScore.of("eagle3", 0.0, ["code"], [run], [plain], DraftWork(5, 5))
-    costs = MethodsResults(1, (MethodScore.of("plain", 0.0, ["code"], [plain], [plain]), score)).tables()[1]
+    costs = MethodsResults((MethodScore.of("plain", 0.0, ["code"], [plain], [plain]), score)).tables()[1]
     assert costs.rows == (("eagle3", "6.0", "0.75", "5", "5", "0.90", "3.00", "4.50"),)
     lookup = MethodScore.of("prompt_lookup", 0.0, ["code"], [run], [plain])
-    assert MethodsResults(1, (lookup,)).tables()[1].rows[0][3:7] == ("", "", "", "4.50")
+    assert MethodsResults((lookup,)).tables()[1].rows[0][3:7] == ("", "", "", "4.50")
 
 
 def test_methods_are_compared_with_prompt_lookup_of_transformers() -> None:
     plain, fast, lookup = timed(4.0, (1, 2)), timed(1.0, (1, 2), 1), timed(2.0, (1, 3))
     runs = {"plain": plain, "eagle3": fast, "generate, prompt lookup": lookup}
     scores = [MethodScore.of(name, 0.0, ["code"], [run], [plain], lookup=[lookup]) for name, run in runs.items()]
-    table = MethodsResults(1, tuple(scores)).tables()[0]
+    table = MethodsResults(tuple(scores)).tables()[0]
     assert table.columns[2] == "over generate with prompt lookup"
     assert [row[2] for row in table.rows] == ["0.5 (0.5-0.5)", "2 (2-2)", "1 (1-1)"]
     assert table.rows[2][-1] == "0 of 1, else from token 1"
