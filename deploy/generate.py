@@ -25,12 +25,7 @@ from eyas.telemetry.metrics import ALL_METRICS, Metric
 from tests.support import family_configs as families
 
 DEPLOY = Path(__file__).parent
-CHART = DEPLOY / "helm"
-CONFIGURATION_PAGE = DEPLOY.parent / "docs" / "configuration.md"
-TELEMETRY_PAGE = DEPLOY.parent / "docs" / "telemetry.md"
-DRAFTERS_PAGE = DEPLOY.parent / "docs" / "drafters.md"
-MODELS_PAGE = DEPLOY.parent / "docs" / "models.md"
-HTTP_PAGE = DEPLOY.parent / "docs" / "http.md"
+DOCS = DEPLOY.parent / "docs"
 # The bodies of the endpoints that generate, by their names in the table of fields.
 BODIES: Mapping[str, type[BaseModel]] = {
     "completions": CompletionBody,
@@ -52,16 +47,15 @@ SERVICES = {
 
 def generated() -> Mapping[Path, str]:
     """Return the text of every generated file."""
-    return {
-        CHART / "values.schema.json": json.dumps(values_schema(), indent=1) + "\n",
-        CONFIGURATION_PAGE: _with_generated(
-            CONFIGURATION_PAGE, f"\n{service_lists()}\n## Training\n\n{TRAINING}\n\n{train_lists()}\n"
-        ),
-        TELEMETRY_PAGE: _with_generated(TELEMETRY_PAGE, f"\n{metrics_lists()}\n"),
-        DRAFTERS_PAGE: _with_generated(DRAFTERS_PAGE, f"\n{methods_table()}\n"),
-        MODELS_PAGE: _with_generated(MODELS_PAGE, f"\n{families_tables()}\n"),
-        HTTP_PAGE: _with_generated(HTTP_PAGE, f"\n{fields_list()}\n"),
+    parts = {
+        "configuration.md": f"{service_lists()}\n## Training\n\n{TRAINING}\n\n{train_lists()}",
+        "telemetry.md": metrics_lists(),
+        "drafters.md": methods_table(),
+        "models.md": families_tables(),
+        "http.md": fields_list(),
     }
+    schema = {DEPLOY / "helm" / "values.schema.json": json.dumps(values_schema(), indent=1) + "\n"}
+    return schema | {DOCS / name: _with_generated(DOCS / name, part) for name, part in parts.items()}
 
 
 def methods_table() -> str:
@@ -171,7 +165,7 @@ def _metric_entry(metric: Metric) -> str:
 
 def _with_generated(page: Path, text: str) -> str:
     """Return the page with `text` between its marks."""
-    return MARKED.sub(lambda found: found[1] + text + found[2], page.read_text(encoding="utf-8"))
+    return MARKED.sub(lambda found: f"{found[1]}\n{text}\n{found[2]}", page.read_text(encoding="utf-8"))
 
 
 def main() -> None:

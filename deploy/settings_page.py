@@ -85,12 +85,7 @@ def meanings(config: type) -> Mapping[str, str]:
             found |= dict.fromkeys(names, entry[2])
         elif line.strip():
             found |= {name: f"{found[name]} {line.strip()}" for name in names}
-    return {name: _entry(meaning) for name, meaning in found.items()}
-
-
-def _entry(text: str) -> str:
-    """The text without a full stop at the end."""
-    return text.removesuffix(".")
+    return {name: meaning.removesuffix(".") for name, meaning in found.items()}
 
 
 def keys(config: type, prefix: str = "") -> Iterator[Key]:
