@@ -11,7 +11,6 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Annotated, Literal
 
-import grpc
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -22,16 +21,13 @@ from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.bench.results import Run, first_difference, total_stats
 from eyas.callbacks import nothing
 from eyas.cli.generate import ScreenPrinter
+from eyas.client import Client, RetryPolicy
 from eyas.errors import EyasError, RequestFailed
 from eyas.progress import Progress
-from eyas.rpc.channel import open_sync_channel
-from eyas.rpc.convert import generate_call_to_proto, text_chunk_from_proto
 from eyas.rpc.messages import NO_DRAFTER, GenerateCall
-from eyas.rpc.status import status_error
 from eyas.services.local.cluster import START_TIMEOUT_S, Cluster, free_port
 from eyas.services.local.demo import ROOT, running_demo, warm_up
 from eyas.services.local.serve import AssignmentsOption, exit_on_error, wait_until_ready
-from eyas.v1.generation_pb2_grpc import GenerationStub
 
 PROMPTS = ROOT / "models" / "demo" / "prompts.jsonl"
 TEMPERATURES = (0.0, 0.8)
@@ -54,8 +50,8 @@ def demo(
     with exit_on_error(console), running_demo(free_port(), assignments or ()) as cluster:
         wait_until_ready(console, cluster, START_TIMEOUT_S)
         prompts = read_prompts(PROMPTS)
-        with open_sync_channel(cluster["router"].address) as channel, _name_dead_service(cluster):
-            router = GenerationStub(channel)
+        once = RetryPolicy(max_attempts=1)
+        with Client(cluster["router"].address, retry=once) as router, _name_dead_service(cluster):
             with Progress(console) as shown:
                 shown.show("waiting for draft trees")
                 warm_up(cluster["router"].address)
@@ -98,7 +94,7 @@ def read_prompts(file: Path) -> list[Prompt]:
 
 
 def _ask(
-    router: GenerationStub,
+    router: Client,
     prompt: Prompt,
     sampling: SamplingParams,
     mode: Mode,
@@ -109,12 +105,9 @@ def _ask(
     call = GenerateCall(Request("", prompt.token_ids, sampling), drafter=drafter)
     token_ids: list[int] = []
     started = time.perf_counter()
-    try:
-        for chunk in map(text_chunk_from_proto, router.Generate(generate_call_to_proto(call), timeout=CALL_SECONDS)):
-            on_chunk(chunk)
-            token_ids += chunk.chunk.token_ids
-    except grpc.RpcError as error:
-        raise status_error(error) from error
+    for chunk in router.chunks(call, CALL_SECONDS):
+        on_chunk(chunk)
+        token_ids += chunk.chunk.token_ids
     seconds = time.perf_counter() - started
     if chunk.totals is None or chunk.chunk.finish_reason not in ("stop", "length"):
         raise RequestFailed(f"{prompt.source}: ended with {chunk.chunk.finish_reason}: {chunk.chunk.message}")
@@ -125,7 +118,7 @@ def _sampling(temperature: float, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=SEED, ignore_eos=True)
 
 
-def _show(console: Console, router: GenerationStub, prompt: Prompt, temperature: float) -> None:
+def _show(console: Console, router: Client, prompt: Prompt, temperature: float) -> None:
     """Stream a continuation, draft tokens in another style than the tokens of the target."""
     console.rule(f"{prompt.source} at temperature {temperature}", align="left", style="dim")
     console.print(Text(prompt.text, style="dim"), end="")
@@ -203,7 +196,7 @@ class DemoComparison:
         ]
 
 
-def _measure(console: Console, router: GenerationStub, prompts: list[Prompt], sampling: SamplingParams) -> DemoComparison:
+def _measure(console: Console, router: Client, prompts: list[Prompt], sampling: SamplingParams) -> DemoComparison:
     """Decode every prompt in both modes, pass by pass; the mode that goes first alternates."""
     comparison = DemoComparison(sampling.temperature, prompts)
     started = time.monotonic()
