@@ -232,11 +232,27 @@ async def test_a_placement_that_does_not_parse_is_none(url: str, caplog: pytest.
     assert "does not parse" in caplog.text
 
 
-@pytest.mark.parametrize("url", ["", "host:6379", "http://host", "redis://me:secret@host:x", "redis://host?colour=red"])
+@pytest.mark.parametrize(
+    "url", ["", "host:6379", "redis+sentinel://host:1/main", "redis://me:secret@host:x", "redis://host?colour=red"]
+)
 def test_a_url_that_redis_does_not_take_is_a_clear_mistake(url: str) -> None:
     with pytest.raises(ConfigError, match=r"registry\.url is .*expected one such as") as raised:
         Registry(RegistryConfig(url))
     assert "secret" not in str(raised.value)
+
+
+async def test_deployments_with_other_prefixes_share_a_redis(url: str) -> None:
+    one, two = (Registry(RegistryConfig(url, 60.0, prefix=prefix)) for prefix in ("eyas", "other"))
+    await one.publish(lambda: LEASE)
+    await one.place("session", Placement("v"))
+    assert await one.leases("verifier") == [LEASE]
+    assert await two.leases("verifier") == []
+    assert (await one.placement("session"), await two.placement("session")) == (Placement("v"), None)
+    await one.withdraw()
+    for registry in (one, two):
+        await registry.close()
+    with pytest.raises(ConfigError, match="prefix is empty"):
+        RegistryConfig(prefix="")
 
 
 async def test_known_leases_survive_a_redis_outage_or_empty_restart(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:

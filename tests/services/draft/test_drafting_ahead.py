@@ -1,20 +1,12 @@
 """The draft service uses the time between two commits, and survives what goes wrong in it."""
 
 from eyas.config import DraftAheadConfig, DraftingConfig
-from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
-from eyas.drafters.base import DraftContext
 from eyas.drafters.draft_head import DraftHead
-from eyas.protocol.commit import Commit, TensorBytes
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse, ModelInfo
 from eyas.services.draft.worker import DraftWorker
 from tests.drafters.ahead.test_draft_ahead import SHAPE, going_on, outcome, session
-from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually
-
-
-def sent(commit: DraftContext) -> Commit[TensorBytes]:
-    assert commit.features is not None
-    return commit._replace(features=tensor_to_bytes(commit.features))  # type: ignore[arg-type]
+from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, packed
 
 
 def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: str, tiny_head: str) -> None:
@@ -29,10 +21,10 @@ def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: st
     drafter.draft_ahead = lambda: work() or bool(idle.append(len(replies)))  # type: ignore[method-assign]
     with DraftWorker(drafter, info) as worker:
         stream = worker.open(lambda reply: (replies if reply.step else prepared).append(reply) if reply else None)
-        worker.submit(stream, DraftRequest(1, (sent(first),)))
+        worker.submit(stream, DraftRequest(1, (packed(first),)))
         eventually(lambda: 1 in idle)
         assert not replies[0].trees[0].tree.grown_ahead
-        worker.submit(stream, DraftRequest(2, (sent(going_on(first, outcome(replies[0].trees[0].tree))),)))
+        worker.submit(stream, DraftRequest(2, (packed(going_on(first, outcome(replies[0].trees[0].tree))),)))
         eventually(lambda: len(replies) == 2)
     assert replies[1].trees[0].tree.grown_ahead
     assert prepared[0].prepared[0].session == "a"
@@ -53,10 +45,10 @@ def test_a_draft_ahead_failure_loses_only_the_session() -> None:
     tokens = tuple(range(10, 20))
     with DraftWorker(drafter, INFO) as worker:
         stream = worker.open(lambda reply: replies.append(reply) if reply else None)
-        worker.submit(stream, DraftRequest(1, (sent(context("a", tokens[:5])),)))
+        worker.submit(stream, DraftRequest(1, (packed(context("a", tokens[:5])),)))
         eventually(lambda: replies and not drafter.sessions)
-        worker.submit(stream, DraftRequest(2, (sent(context("a", tokens[:7], base=5)),)))
-        worker.submit(stream, DraftRequest(3, (sent(context("a", tokens[:7])),)))
+        worker.submit(stream, DraftRequest(2, (packed(context("a", tokens[:7], base=5)),)))
+        worker.submit(stream, DraftRequest(3, (packed(context("a", tokens[:7])),)))
         eventually(lambda: len(replies) == 3)
     assert [(len(reply.trees), len(reply.resyncs)) for reply in replies] == [(1, 0), (0, 1), (1, 0)]
     assert not worker.broken

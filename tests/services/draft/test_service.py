@@ -12,7 +12,6 @@ import grpc
 import pytest
 
 from eyas.config import DraftConfig, DraftQueueConfig, RegistryConfig, ServerConfig
-from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.base import DraftContext
 from eyas.errors import RequestFailed
 from eyas.protocol.commit import NO_TREE, Commit, ResyncRequired, TensorBytes
@@ -26,7 +25,7 @@ from eyas.services.draft.__main__ import serve_drafters
 from eyas.services.draft.worker import DraftWorker
 from eyas.services.local.cluster import free_port
 from eyas.v1 import draft_pb2, draft_pb2_grpc
-from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, serving
+from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, packed, serving
 
 TOKENS = tuple(range(10, 40))
 
@@ -40,20 +39,6 @@ def drafter() -> ToyDrafter:
 def stub(drafter: ToyDrafter) -> Iterator[draft_pb2_grpc.DraftStub]:
     with serving(drafter) as address, open_sync_channel(address) as channel:
         yield draft_pb2_grpc.DraftStub(channel)
-
-
-def packed(context: DraftContext) -> Commit[TensorBytes]:
-    features = None if context.features is None else tensor_to_bytes(context.features)
-    return Commit(
-        context.session,
-        context.epoch,
-        context.start_position,
-        context.tokens,
-        features,
-        context.noise,
-        context.budget,
-        context.samples,
-    )
 
 
 def converse(stub: draft_pb2_grpc.DraftStub, *steps: Sequence[Commit[TensorBytes]]) -> list[DraftResponse]:

@@ -13,7 +13,6 @@ from redis.asyncio import Redis
 from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.config import (
     DiscoveryConfig,
-    DraftClientConfig,
     DraftConfig,
     DraftedModel,
     DraftingConfig,
@@ -29,6 +28,7 @@ from eyas.errors import ConfigError
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.fingerprints import target_fingerprint
 from eyas.rpc.channel import open_sync_channel
+from eyas.rpc.convert import target_info_to_proto
 from eyas.rpc.messages import DrafterInfo, Lease, Load, ModelInfo, TargetInfo
 from eyas.rpc.status import status_error
 from eyas.services.discovery.redis_registry import Registry
@@ -42,10 +42,9 @@ from eyas.v1 import draft_pb2, draft_pb2_grpc
 from tests.support.runs import assert_plain, run, stats_of
 from tests.support.services.pods import discovering, settings
 from tests.support.services.scripted_verifier import until
-from tests.support.services.toy_drafting import INFO, ToyDrafter, eventually, serving, serving_all
+from tests.support.services.toy_drafting import INFO, PATIENT, ToyDrafter, eventually, serving, serving_all
 from tests.support.tiny import build_engine, fixed_config, write_head, write_target
 
-PATIENT = DraftClientConfig(draft_timeout_s=30.0)
 TREE = TreeConfig(8, 3, 3)
 EAGLE = DraftingConfig(max_kv_tokens=256)
 SAMPLING = SamplingParams(20, 0.0, seed=1, ignore_eos=True)
@@ -121,10 +120,7 @@ def test_a_drafter_for_the_features_is_described_first(zoo: Zoo, address: str) -
 
         def found(target: str, drafter: str, head: str) -> tuple[str, str]:
             wanted = target_info(target, drafter, head)
-            message = draft_pb2.TargetInfo(
-                target_fingerprint=wanted.target_fingerprint, features_fingerprint=wanted.features_fingerprint
-            )
-            reply = stub.Describe(draft_pb2.DescribeRequest(target=message))
+            reply = stub.Describe(draft_pb2.DescribeRequest(target=target_info_to_proto(wanted)))
             return reply.model.name, reply.method
 
         assert found(zoo.one, "eagle3", zoo.one_head) == ("one", "eagle3")
@@ -135,13 +131,10 @@ def test_a_drafter_for_the_features_is_described_first(zoo: Zoo, address: str) -
 
 def test_a_verifier_without_a_match_gets_a_list_of_drafters(zoo: Zoo, address: str) -> None:
     wanted = target_info(zoo.one, "eagle3", zoo.other_head)
-    message = draft_pb2.TargetInfo(
-        target_fingerprint=wanted.target_fingerprint, features_fingerprint=wanted.features_fingerprint
-    )
     with open_sync_channel(address) as channel:
         stub = draft_pb2_grpc.DraftStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
-            stub.Describe(draft_pb2.DescribeRequest(target=message))
+            stub.Describe(draft_pb2.DescribeRequest(target=target_info_to_proto(wanted)))
         assert "no drafter here for target" in str(status_error(caught.value))
         assert "eagle3 for one (target" in str(status_error(caught.value))
         assert "sps for other" in str(status_error(caught.value))

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 
 from eyas.api.request import Request, SamplingParams
-from eyas.config import DraftClientConfig, DraftingConfig, TreeConfig
-from eyas.device.transfer import tensor_to_bytes
+from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.base import Drafter, DrafterNeeds
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
@@ -19,12 +18,11 @@ from eyas.services.draft.streams import admit
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.services.verifier.draft_pool import DraftPool
 from tests.support.runs import outputs_of, run, stats_of
-from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, serving
+from tests.support.services.toy_drafting import INFO, PATIENT, ToyDrafter, context, eventually, packed, serving
 from tests.support.tiny import fixed_config
 
 NEEDS = DrafterNeeds(features=True)
 TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=4)
-PATIENT = DraftClientConfig(draft_timeout_s=30.0)
 
 
 def test_a_drafter_that_cannot_sample_stays_unused(caplog: pytest.LogCaptureFixture) -> None:
@@ -34,9 +32,7 @@ def test_a_drafter_that_cannot_sample_stays_unused(caplog: pytest.LogCaptureFixt
 
 
 def test_a_commit_beyond_the_drafters_abilities_is_rejected() -> None:
-    asked = context("a", (10, 11, 12))._replace(proposal="sampled")
-    assert asked.features is not None
-    sent = asked._replace(features=tensor_to_bytes(asked.features))
+    sent = packed(context("a", (10, 11, 12))._replace(proposal="sampled"))
     with pytest.raises(InvalidRequest, match="drafter toy cannot sample trees"):
         admit(sent, "1/a", INFO)
     assert admit(sent, "1/a", replace(INFO, can_sample=True)).proposal == "sampled"

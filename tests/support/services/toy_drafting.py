@@ -12,8 +12,9 @@ from torch import Tensor
 
 from eyas.callbacks import nothing
 from eyas.config import DraftClientConfig, DraftQueueConfig, ServerConfig
+from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
-from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
+from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TensorBytes, TreeBudget
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.channel import Peers
 from eyas.rpc.messages import DrafterInfo, ModelInfo
@@ -45,6 +46,12 @@ def context(session: str, tokens: Sequence[int], base: int = 0, budget: TreeBudg
     rows = [feature(i, tokens[i]) for i in range(max(base - 1, 0), len(tokens) - 1)]
     features = torch.stack(rows) if rows else torch.empty(0, WIDTH)
     return Commit(session, epoch, base, tuple(tokens[base:]), features, NoiseKey(7), budget)
+
+
+def packed(commit: DraftContext) -> Commit[TensorBytes]:
+    """The commit as a draft service gets it."""
+    features = None if commit.features is None else tensor_to_bytes(commit.features)
+    return commit._replace(features=features)  # type: ignore[arg-type,return-value]
 
 
 class ToyDrafter(LocalDrafter):
