@@ -6,16 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from eyas.config import DraftClientConfig
-from eyas.drafters.base import DrafterNeeds
 from eyas.engine.draft_manager import DraftManager
 from eyas.protocol.commit import ResyncRequired
 from eyas.protocol.tree import DraftTree
 from eyas.services.verifier.draft_pool import DraftPool
-from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, serving
+from tests.support.services.toy_drafting import INFO, NEEDS, PATIENT, ToyDrafter, context, eventually, serving
 
-NEEDS = DrafterNeeds(features=True)
-PATIENT = DraftClientConfig(draft_timeout_s=10.0)
 TOKENS = tuple(range(10, 40))
 
 

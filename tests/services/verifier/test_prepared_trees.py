@@ -3,13 +3,12 @@
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
 
 from eyas.api.request import Request, SamplingParams
-from eyas.config import DraftAheadConfig, DraftClientConfig, DraftingConfig, EngineConfig, TreeConfig
+from eyas.config import DraftAheadConfig, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_head import DraftHead
@@ -18,7 +17,7 @@ from eyas.rpc.messages import DraftResponse
 from eyas.services.verifier import draft_client
 from eyas.services.verifier.draft_client import MAX_UNPREPARED, RemoteDrafter
 from tests.support.runs import assert_plain, run, stats_of
-from tests.support.services.toy_drafting import VOCAB, ToyDrafter, context, drafting, eventually, serving
+from tests.support.services.toy_drafting import PATIENT, VOCAB, ToyDrafter, connect, context, drafting, eventually, serving
 from tests.support.tiny import build_engine, fixed_config
 
 TOKENS = tuple(range(10, 40))
@@ -51,10 +50,8 @@ class PreparingDrafter(ToyDrafter):
 def test_a_foreseen_commit_needs_no_answer_of_the_drafter() -> None:
     free = threading.Event()
     free.set()
-    with serving(drafter := PreparingDrafter(free)) as address:
-        remote = RemoteDrafter(address, DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=10.0))
+    with serving(drafter := PreparingDrafter(free)) as address, connect(address) as remote:
         try:
-            eventually(lambda: remote.connected)
             assert remote.request([context("a", TOKENS[:5])])() == [DraftTree.chain([14, 15, 16, 17])]
             eventually(lambda: "a" in remote.prepared.by_session)
             free.clear()
@@ -70,7 +67,6 @@ def test_a_foreseen_commit_needs_no_answer_of_the_drafter() -> None:
             assert not remote.prepared.by_session
         finally:
             free.set()
-            remote.close()
 
 
 def test_prepared_trees_that_are_invalid_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,37 +74,29 @@ def test_prepared_trees_that_are_invalid_are_dropped(monkeypatch: pytest.MonkeyP
     free.set()
     drafter = PreparingDrafter(free)
     drafter.bad_token = VOCAB
-    with serving(drafter) as address:
-        remote = RemoteDrafter(address, DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=10.0))
-        try:
-            eventually(lambda: remote.connected)
-            failures: list[int] = []
-            monkeypatch.setattr(remote.breaker, "failed", lambda: failures.append(1))
-            for length in (5, 6, 7):
-                base = length - 1 if length > 5 else 0
-                (found,) = remote.request([context("a", TOKENS[:length], base=base)])()
-                assert isinstance(found, DraftTree)
-                assert not found.grown_ahead
-                eventually(lambda length=length: len(failures) == length - 4)
-            assert not remote.prepared.by_session
-        finally:
-            remote.close()
+    with serving(drafter) as address, connect(address) as remote:
+        failures: list[int] = []
+        monkeypatch.setattr(remote.breaker, "failed", lambda: failures.append(1))
+        for length in (5, 6, 7):
+            base = length - 1 if length > 5 else 0
+            (found,) = remote.request([context("a", TOKENS[:length], base=base)])()
+            assert isinstance(found, DraftTree)
+            assert not found.grown_ahead
+            eventually(lambda length=length: len(failures) == length - 4)
+        assert not remote.prepared.by_session
 
 
 def test_a_reply_with_many_invalid_trees_is_one_failure() -> None:
     """Valid ones beside them are kept; as many such replies as max_failures open the circuit."""
-    with serving(ToyDrafter()) as address:
-        config = DraftClientConfig(draft_timeout_s=10.0, breaker_max_failures=3)
-        with closing(RemoteDrafter(address, DrafterNeeds(features=True), config)) as remote:
-            eventually(lambda: remote.connected)
-            remote.request([context(name, TOKENS[:5]) for name in "abcdefgh"])()
-            valid, invalid = (DraftTree.chain((14, token)) for token in (15, VOCAB))
-            trees = [PreparedTree(name, 0, 5, valid if name == "h" else invalid) for name in "abcdefgh"]
-            for number in range(3):
-                assert remote.breaker.state == "closed", f"after {number} replies"
-                remote.receive(DraftResponse(0, prepared=tuple(trees)))
-                assert list(remote.prepared.by_session) == ["h"]
-            assert remote.breaker.state == "open"
+    with serving(ToyDrafter()) as address, connect(address, replace(PATIENT, breaker_max_failures=3)) as remote:
+        remote.request([context(name, TOKENS[:5]) for name in "abcdefgh"])()
+        valid, invalid = (DraftTree.chain((14, token)) for token in (15, VOCAB))
+        trees = [PreparedTree(name, 0, 5, valid if name == "h" else invalid) for name in "abcdefgh"]
+        for number in range(3):
+            assert remote.breaker.state == "closed", f"after {number} replies"
+            remote.receive(DraftResponse(0, prepared=tuple(trees)))
+            assert list(remote.prepared.by_session) == ["h"]
+        assert remote.breaker.state == "open"
 
 
 @pytest.mark.parametrize(
@@ -126,8 +114,7 @@ def test_a_prepared_tree_serves_only_the_commit_after_its_root(change: dict[str,
 def test_a_step_waits_only_if_half_of_its_trees_are_missing() -> None:
     """Or for a session that had none in many steps, as its commits may have got lost."""
     tokens, sizes = tuple(range(10, 60)), dict[str, int]()
-    with serving(ToyDrafter()) as address:
-        remote = RemoteDrafter(address, DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=10.0))
+    with serving(ToyDrafter()) as address, connect(address) as remote:
 
         def step(prepared: str, missing: str) -> list[int]:
             """Commit a token of each session. Returns how many tokens the trees of `missing` have."""
@@ -140,14 +127,12 @@ def test_a_step_waits_only_if_half_of_its_trees_are_missing() -> None:
             drafts = remote.request(batch)()
             return [tree.num_drafted for tree in drafts[len(prepared) :] if isinstance(tree, DraftTree)]
 
-        with closing(remote):
-            eventually(lambda: remote.connected)
-            assert step("", "abc") == [3, 3, 3]
-            assert step("ab", "c") == [0]
-            assert step("b", "c") == [3]
-            found = [step("ab", "c") for _ in range(MAX_UNPREPARED)]
-            assert found == [[0]] * (MAX_UNPREPARED - 1) + [[3]]
-            assert step("", "c") == [3], "alone"
+        assert step("", "abc") == [3, 3, 3]
+        assert step("ab", "c") == [0]
+        assert step("b", "c") == [3]
+        found = [step("ab", "c") for _ in range(MAX_UNPREPARED)]
+        assert found == [[0]] * (MAX_UNPREPARED - 1) + [[3]]
+        assert step("", "c") == [3], "alone"
 
 
 class WatchedDrafter(LocalDrafter):

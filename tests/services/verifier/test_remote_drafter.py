@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from eyas.config import DraftClientConfig, DraftQueueConfig
-from eyas.drafters.base import DrafterNeeds
 from eyas.protocol.commit import NO_TREE, Refusal, ResyncRequired
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.messages import DrafterInfo, DraftRequest, DraftResponse
@@ -17,10 +16,8 @@ from eyas.services.draft.streams import DraftStream
 from eyas.services.draft.worker import DraftWorker
 from eyas.services.verifier.breaker import CircuitBreaker
 from eyas.services.verifier.draft_client import RemoteDrafter
-from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually, serving
+from tests.support.services.toy_drafting import INFO, NEEDS, PATIENT, ToyDrafter, connect, context, eventually, serving
 
-NEEDS = DrafterNeeds(features=True)
-PATIENT = DraftClientConfig(draft_timeout_s=10.0)
 TOKENS = tuple(range(10, 40))
 
 
@@ -33,12 +30,6 @@ def drafter() -> ToyDrafter:
 def address(drafter: ToyDrafter) -> Iterator[str]:
     with serving(drafter) as address:
         yield address
-
-
-def connect(address: str, config: DraftClientConfig = PATIENT, needs: DrafterNeeds = NEEDS) -> closing[RemoteDrafter]:
-    remote = RemoteDrafter(address, needs, config)
-    eventually(lambda: remote.connected)
-    return closing(remote)
 
 
 def test_a_commit_without_a_tree_reaches_the_drafter(address: str, drafter: ToyDrafter) -> None:

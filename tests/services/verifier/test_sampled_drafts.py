@@ -7,7 +7,7 @@ import pytest
 
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
-from eyas.drafters.base import Drafter, DrafterNeeds
+from eyas.drafters.base import Drafter
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.errors import InvalidRequest
@@ -18,10 +18,9 @@ from eyas.services.draft.streams import admit
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.services.verifier.draft_pool import DraftPool
 from tests.support.runs import outputs_of, run, stats_of
-from tests.support.services.toy_drafting import INFO, PATIENT, ToyDrafter, context, eventually, packed, serving
+from tests.support.services.toy_drafting import INFO, NEEDS, PATIENT, ToyDrafter, context, eventually, packed, serving
 from tests.support.tiny import fixed_config
 
-NEEDS = DrafterNeeds(features=True)
 TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=4)
 
 

@@ -31,6 +31,7 @@ INFO = DrafterInfo(
     ModelInfo("toy", "f00d", VOCAB, 1000), "toy", needs_features=True, needs_samples=False, feature_size=WIDTH
 )
 
+NEEDS = DrafterNeeds(features=True)
 # Waits for answers however slow the machine is.
 PATIENT = DraftClientConfig(draft_timeout_s=30.0)
 RemoteT = TypeVar("RemoteT", bound=RemoteDrafter)
@@ -139,6 +140,18 @@ def serving_all(
         thread.join()
 
 
+def connect(
+    address: str,
+    config: DraftClientConfig = PATIENT,
+    needs: DrafterNeeds = NEEDS,
+    kind: type[RemoteT] = RemoteDrafter,  # type: ignore[assignment]
+) -> closing[RemoteT]:
+    """A verifier's side of a draft service, once it is connected."""
+    remote = kind(address, needs, config)
+    eventually(lambda: remote.connected)
+    return closing(remote)
+
+
 @contextmanager
 def drafting(
     drafter: LocalDrafter, method: str, kind: type[RemoteT], needs: DrafterNeeds, config: DraftClientConfig = PATIENT
@@ -147,8 +160,7 @@ def drafting(
     own = drafter.needs
     sizes = own.features, own.samples, own.feature_size, drafter.can_sample, drafter.has_lookups
     info = DrafterInfo(ModelInfo("tiny", "f", 48, 256), method, *sizes)
-    with serving(drafter, info) as address, closing(kind(address, needs, config)) as remote:
-        eventually(lambda: remote.connected)
+    with serving(drafter, info) as address, connect(address, config, needs, kind) as remote:
         yield remote
         assert remote.num_lost == 0
 
