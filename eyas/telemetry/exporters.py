@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,10 +28,7 @@ log = logging.getLogger(__name__)
 
 _OPENMETRICS = "application/openmetrics-text"
 # Variables of OpenTelemetry that ask for what no service does.
-_UNUSED = (
-    "OTEL_METRICS_EXPORTER", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT",
-    "OTEL_LOGS_EXPORTER", "OTEL_EXPORTER_OTLP_LOGS_ENDPOINT",
-)  # fmt: skip
+_PUSHES = re.compile(r"OTEL_(METRICS|LOGS)_EXPORTER|OTEL_EXPORTER_OTLP_(METRICS|LOGS)_ENDPOINT").fullmatch
 
 
 def exposition(accept: str, registry: CollectorRegistry) -> tuple[str, bytes]:
@@ -108,7 +106,7 @@ def telemetry(
     Raises:
         ConfigError: a port in use, or bad OTEL_* values.
     """
-    if unused := [name for name in _UNUSED if os.environ.get(name, "") not in ("", "none", "prometheus")]:
+    if unused := [name for name, value in os.environ.items() if _PUSHES(name) and value not in ("", "none", "prometheus")]:
         log.warning("%s has no effect: metrics are scraped at telemetry.metrics_port, logs go to stderr", ", ".join(unused))
     own = CollectorRegistry()
     gauge(SERVICE_INFO, own).labels(service, __version__).set(1)

@@ -43,7 +43,8 @@ _CONTEXT: ContextVar[LogContext | None] = ContextVar("log context", default=None
 def configure_logging(log_format: LogFormat = "text") -> None:
     """Log to stderr from INFO up, one line per event. JSON lines add trace_id, span_id and request_id if known."""
     handler = logging.StreamHandler()
-    handler.setFormatter(_formatter(log_format))
+    json_formatter = JsonFormatter(_JSON_FIELDS, rename_fields=_JSON_NAMES, timestamp=True)
+    handler.setFormatter(_TextFormatter(_TEXT_FORMAT) if log_format == "text" else json_formatter)
     handler.addFilter(_add_context)
     handler.addFilter(_shorten)
     handler.addFilter(RateLimit(handler))
@@ -139,12 +140,6 @@ def _shorten(record: logging.LogRecord) -> bool:
     return True
 
 
-def _formatter(log_format: LogFormat) -> logging.Formatter:
-    if log_format == "text":
-        return _TextFormatter(_TEXT_FORMAT)
-    return JsonFormatter(_JSON_FIELDS, rename_fields=_JSON_NAMES, timestamp=True)
-
-
 class _TextFormatter(logging.Formatter):
     """One escaped line per event. The lines of a traceback follow it, indented, so that none looks like an event."""
 
@@ -168,8 +163,7 @@ def _indented(text: str) -> str:
 
 
 def _add_context(record: logging.LogRecord) -> bool:
-    context = _CONTEXT.get()
-    if context is not None:
+    if (context := _CONTEXT.get()) is not None:
         known = {name: value for name, value in vars(context).items() if value and not hasattr(record, name)}
         vars(record).update(known)
     return True
