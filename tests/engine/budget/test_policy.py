@@ -32,16 +32,6 @@ def test_free_rows_give_whole_trees_and_costly_rows_none(row: float, expected: i
     assert usual(simulation.sizes(simulation.budget(), 200)) == expected
 
 
-@pytest.mark.parametrize("remote", [True, nightly(False)], ids=["remote", "local"])
-def test_a_slow_drafter_is_left_out_and_retried(remote: bool) -> None:
-    simulation = Simulation(draft=0.1 if not remote else 20.0)
-    budget = simulation.budget(remote)
-    simulation.draft = 20.0
-    assert usual(simulation.sizes(budget, 300)[-100:]) == 1
-    simulation.draft = 0.1
-    assert usual(simulation.sizes(budget, 4000)[-100:]) == NODES
-
-
 @pytest.mark.parametrize(("batch", "fixed", "row", "right"), [(64, 1.0, 1 / 32, 0.7), nightly(256, 0.2, 1 / 40, 0.6)])
 def test_long_contexts_do_not_make_rows_seem_costly(batch: int, fixed: float, row: float, right: float) -> None:
     """Contexts take ten seconds of a step, and no node adds to these."""
@@ -56,14 +46,6 @@ def test_catching_up_is_not_a_cost_of_every_draft() -> None:
     assert usual(simulation.sizes(budget, 300)[-100:]) == 1
     simulation.draft, simulation.behind = 0.1, 0.01
     assert usual(simulation.sizes(budget, 1500)[-100:]) > 4
-
-
-@pytest.mark.parametrize("batch", [1, nightly(4), 16])
-def test_what_tries_catch_up_with_takes_a_small_share(batch: int) -> None:
-    """A useless drafter that catches up with a hundred tokens in a plain step."""
-    simulation = Simulation(draft=0.2, row=0.02, right=0.02, batch=batch, behind=0.01)
-    plain = simulation.expected_seconds_per_token(1)
-    assert simulation.seconds_per_token(simulation.budget(), 2500) < (1 + 3 * SHARE) * plain
 
 
 @pytest.mark.parametrize(("quick", "most"), [(30, 8), (900, 1)])
@@ -141,26 +123,6 @@ def test_a_step_may_lack_all_sequences_that_have_drafted(has_output: bool) -> No
     assert usual(simulation.sizes(budget, 100)) > 4
 
 
-def test_useless_drafts_are_retried_when_they_become_useful() -> None:
-    simulation = Simulation(row=0.2, draft=0.2, right=0.02)
-    budget = simulation.budget()
-    assert usual(simulation.sizes(budget, 300)[-100:]) == 1
-    simulation.right = 0.95
-    assert usual(simulation.sizes(budget, 1000)[-100:]) > 4
-
-
-@settings(max_examples=10)
-@given(
-    st.floats(0, 0.5), st.floats(0, 3), st.floats(0.05, 0.95), st.sampled_from([1, 4, 16]), st.integers(0, 9)
-)  # fmt: skip
-def test_speculation_costs_little_more_than_it_yields(row: float, draft: float, right: float, batch: int, seed: int) -> None:
-    simulation = Simulation(row=row, draft=draft, right=right, batch=batch)
-    budget = simulation.budget()
-    simulation.sizes(budget, 100, seed)
-    plain = simulation.expected_seconds_per_token(1)
-    assert simulation.seconds_per_token(budget, 256, seed + 1) <= (1.05 + SHARE) * plain
-
-
 @pytest.mark.parametrize("draft", [5.0, nightly(50.0)])
 def test_retries_take_a_bounded_share_of_all_time(draft: float) -> None:
     simulation = Simulation(draft=draft, right=0.3)
@@ -222,16 +184,6 @@ def test_no_tree_is_larger_than_a_step_allows() -> None:
     assert set(simulation.sizes(budget, 100, most=3)) <= {1, 2, 3}
     assert set(simulation.sizes(budget, 10, most=1)) == {1}
     assert usual(simulation.sizes(budget, 100)[-50:]) == NODES, "what was never requested is tried"
-
-
-def test_a_pause_of_the_machine_is_not_a_cost_of_rows() -> None:
-    simulation = Simulation(row=0.001)
-    budget = simulation.budget()
-    simulation.sizes(budget, 200)
-    simulation.fixed = 500.0
-    simulation.sizes(budget, 1)
-    simulation.fixed = 1.0
-    assert usual(simulation.sizes(budget, 20)) == NODES
 
 
 def trained_budget(row: float, step: float = 1.0) -> AdaptiveDraftBudget:
