@@ -16,7 +16,8 @@ from torch import Tensor
 from eyas.cache.state_pools import StatePools, StateShape
 from eyas.cache.states import StateSizes, StateStep
 from eyas.kernels.arguments import AttentionRule, RecurrentInputs
-from eyas.models.inputs import Segment, Segments
+from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, tight_shape, view
+from eyas.models.inputs import MetadataShape, Segment, Segments
 from eyas.models.recurrent_rows import RecurrentRows
 from tests.support.devices.launches import META, Launch, recorded
 
@@ -130,35 +131,39 @@ def narrow_type(sm: int) -> torch.dtype:
     return torch.float8_e4m3fn if sm >= 89 else torch.float8_e5m2
 
 
+def attend(
+    query: Tensor, keys: Tensor, tiling: Tiling, rule: AttentionRule, values: Tensor | None = None,
+    shape: MetadataShape | None = None,
+) -> None:  # fmt: skip
+    """Launch attention over a pass, of trees if no shape is given."""
+    from eyas.kernels.cuda import attention as kernel
+
+    shape = shape or bucket_shape(len(query), 32, tiling)
+    packed = view(zeros(max_words(shape), dtype=torch.int32), shape, shape.logits)
+    kernel.attend(query, keys, keys if values is None else values, packed, rule)
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=META)
+
+
 def attention_calls(sm: int) -> None:
     """The attention of a plain step and of a tree: Llama 3.1 8B, and where shared memory is least wide float32 heads."""
-    from eyas.kernels.cuda import attention as kernel
-    from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
-
-    layouts = ((torch.bfloat16, 32, 8, 128, None, None), (torch.float32, 16, 8, 256, 4096, 50.0))
-    for dtype, heads, kv_heads, width, window, softcap in layouts[: 2 if sm == min(SHARED_KIB, key=SHARED_KIB.get) else 1]:
-        tiling = Tiling(heads // kv_heads, kv_heads, 132, 16 if dtype == torch.float32 else 64)
-        for rows in (1, 64):
-            shape = bucket_shape(rows, 32, tiling)
-            packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
-            query = torch.zeros(rows, heads, width, dtype=dtype, device=META)
-            keys = torch.zeros(1024, kv_heads, width, dtype=dtype, device=META)
-            kernel.attend(query, keys, keys, packed, AttentionRule(width**-0.5, window, softcap))
-            if dtype == torch.bfloat16 and rows == 64 and sm == 90:
-                narrow = keys.to(narrow_type(sm))
-                kernel.attend(query, narrow, narrow, packed, AttentionRule(width**-0.5))
-        if dtype == torch.float32:
-            continue
-        shape = bucket_shape(64, 32, replace(tiling, longest=8192, fixed_part=FIXED_PART))
-        packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
-        kernel.attend(query, keys, keys, packed, AttentionRule(width**-0.5, window, softcap))
+    rule, tiling = AttentionRule(128**-0.5), Tiling(4, 8, 132)
+    query, keys = zeros(64, 32, 128), zeros(1024, 8, 128)
+    for rows in (1, 64):
+        attend(query[:rows], keys, tiling, rule)
+    if sm == 90:
+        attend(query, keys.to(narrow_type(sm)), tiling, rule)
+    attend(query, keys, replace(tiling, longest=8192, fixed_part=FIXED_PART), rule)
+    for rows in (1, 64) if sm == min(SHARED_KIB, key=SHARED_KIB.get) else ():
+        wide_keys = zeros(1024, 8, 256, dtype=torch.float32)
+        wide_rule = AttentionRule(256**-0.5, 4096, 50.0)
+        attend(zeros(rows, 16, 256, dtype=torch.float32), wide_keys, Tiling(2, 8, 132, 16), wide_rule)
 
 
 def layout_calls(sm: int) -> None:
     """The attention of a tree over other layouts of heads, and over keys of 8 bits: all of them on one kind of GPU."""
-    from eyas.kernels.cuda import attention as kernel
-    from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
-
     wanted = [(width, group, 8, False) for width in (64, 96, 128, 256) for group in (1, 4, 8, 16)]
     wanted += [(width, 4, 8, True) for width in (64, 96, 256)]
     if sm != ALL_LAYOUTS:
@@ -174,48 +179,32 @@ def layout_calls(sm: int) -> None:
     for width, group, num_kv, is_narrow, rows, fixed_part in calls:
         planned = min(group, 2) if width == 512 and rows > 1 else group
         tiling = Tiling(planned, num_kv, 132, longest=8192 if fixed_part else 1 << 30, fixed_part=fixed_part)
-        shape = bucket_shape(rows, 32, tiling)
-        packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
-        query = torch.zeros(rows, num_kv * group, width, dtype=torch.bfloat16, device=META)
-        keys = torch.zeros(1024, num_kv, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
-        kernel.attend(query, keys, keys, packed, AttentionRule(width**-0.5))
+        keys = zeros(1024, num_kv, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16)
+        attend(zeros(rows, num_kv * group, width), keys, tiling, AttentionRule(width**-0.5))
 
 
 def sink_calls(sm: int) -> None:
     """The attention of a step and of a tree with sinks: gpt-oss, and MiMo's layers, whose values are narrower than keys."""
-    from eyas.kernels.cuda import attention as kernel
-    from eyas.models.backends.attention_metadata import FIXED_PART, Tiling, bucket_shape, max_words, view
-
-    for width, value_width, heads, num_kv in ((64, 64, 64, 8), (192, 128, 64, 8)):
-        query = torch.zeros(64, heads, width, dtype=torch.bfloat16, device=META)
-        keys, values = (torch.zeros(1024, num_kv, size, dtype=query.dtype, device=META) for size in (width, value_width))
-        sinks = torch.zeros(heads, dtype=query.dtype, device=META)
+    for width, value_width in ((64, 64), (192, 128)):
+        rule = AttentionRule(width**-0.5, 128, None, zeros(64))
         # keys in parts, whole keys, and parts at fixed positions
         wanted = (132, 1 << 30, 0), (1, 256, 0), (132, 8192, FIXED_PART)
         for processors, longest, fixed_part in wanted[: 3 if sm in WHOLE else 1]:
-            tiling = Tiling(heads // num_kv, num_kv, processors, longest=longest, fixed_part=fixed_part)
-            shape = bucket_shape(64, 32, tiling)
-            packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
-            kernel.attend(query, keys, values, packed, AttentionRule(width**-0.5, 128, None, sinks))
+            tiling = Tiling(8, 8, processors, longest=longest, fixed_part=fixed_part)
+            attend(zeros(64, 64, width), zeros(1024, 8, width), tiling, rule, zeros(1024, 8, value_width))
 
 
 def prefill_calls(sm: int) -> None:
     """The attention of long prompts that torch does not serve, over whole keys, and once over parts of them."""
-    from eyas.kernels.cuda import attention as kernel
-    from eyas.models.backends.attention_metadata import Tiling, max_words, tight_shape, view
-
     wanted = [(128, 4, False, None), (128, 1, False, None)]
     if sm == ALL_LAYOUTS:
         wanted += [(width, group, False, None) for width in (64, 96, 128) for group in (1, 4, 8, 16)]
         wanted += [(128, 8, True, None), (128, 4, False, 4096)]
     for (width, group, is_narrow, window), rows in [(wanted[0], 2048), *((each, 8192) for each in wanted)]:
-        own = np.arange(rows)
-        tiling = Tiling(group, 8, 132)
+        own, tiling = np.arange(rows), Tiling(group, 8, 132)
         shape = tight_shape(Segments.of([Segment(own, own, own, own[:0], None, own[-1:])]), tiling)
-        packed = view(torch.zeros(max_words(shape), dtype=torch.int32, device=META), shape, shape.logits)
-        query = torch.zeros(rows, 8 * group, width, dtype=torch.bfloat16, device=META)
-        keys = torch.zeros(1024, 8, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16, device=META)
-        kernel.attend(query, keys, keys, packed, AttentionRule(width**-0.5, window))
+        keys = zeros(1024, 8, width, dtype=narrow_type(sm) if is_narrow else torch.bfloat16)
+        attend(zeros(rows, 8 * group, width), keys, tiling, AttentionRule(width**-0.5, window), shape=shape)
 
 
 def layer_calls(sm: int) -> None:
