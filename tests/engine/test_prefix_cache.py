@@ -8,36 +8,30 @@ import pytest
 import torch
 
 from eyas.api.request import Request, SamplingParams
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.engine.engine import Engine
 from tests.engine.test_equality import BATCHES, GREEDY, PARAMS, make_drafter, make_engine, prompts
 from tests.support import reference
+from tests.support.bad_drafters import DrafterAround
 from tests.support.runs import assert_plain, run, tokens_of
 from tests.support.tiny import token_without_numbers
 
 SHARED = prompts(1, seed=9)[0]
 
 
-class RecordingDrafter(LocalDrafter):
+class RecordingDrafter(DrafterAround):
     """Records its input and its replies."""
 
     def __init__(self, drafter: LocalDrafter) -> None:
-        self._drafter = drafter
+        super().__init__(drafter)
         self.contexts: list[DraftContext] = []
         self.drafts: list[Draft] = []
 
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self._drafter.needs
-
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        drafts = self._drafter.propose(contexts)
+        drafts = super().propose(contexts)
         self.contexts += contexts
         self.drafts += drafts
         return drafts
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self._drafter.release(sessions)
 
 
 def num_cached(chunks: Sequence[object]) -> int:

@@ -1,5 +1,6 @@
-"""Bad drafters: random, failing or forgetful. The engine's output must not depend on them."""
+"""Drafters of tests, most of them bad: random, failing or forgetful. The engine's output must not depend on them."""
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +11,40 @@ from eyas.protocol.commit import ResyncRequired
 from eyas.protocol.tree import DraftTree
 
 
-class RandomDrafter(LocalDrafter):
+class StatelessDrafter(LocalDrafter):
+    """Answers each context by itself and remembers no session."""
+
+    needs = DrafterNeeds()
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return [self.draft(context) for context in contexts]
+
+    @abstractmethod
+    def draft(self, context: DraftContext) -> Draft:
+        """The answer to one context."""
+
+    def release(self, sessions: Sequence[str]) -> None:
+        pass
+
+
+class DrafterAround(LocalDrafter):
+    """Passes everything on to another drafter."""
+
+    def __init__(self, drafter: LocalDrafter) -> None:
+        self.drafter = drafter
+
+    @property
+    def needs(self) -> DrafterNeeds:
+        return self.drafter.needs
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
+        return self.drafter.propose(contexts)
+
+    def release(self, sessions: Sequence[str]) -> None:
+        self.drafter.release(sessions)
+
+
+class RandomDrafter(StatelessDrafter):
     """Trees of any shape with random tokens; now and then an invalid tree, none, or a refusal."""
 
     needs = DrafterNeeds(samples=True)
@@ -19,13 +53,7 @@ class RandomDrafter(LocalDrafter):
         self._vocab_size = vocab_size
         self._rng = np.random.default_rng(seed)
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self._draft(context) for context in contexts]
-
-    def release(self, sessions: Sequence[str]) -> None:
-        pass
-
-    def _draft(self, context: DraftContext) -> Draft:
+    def draft(self, context: DraftContext) -> Draft:
         rng, kind = self._rng, int(self._rng.integers(10))
         if kind == 0:
             return None
@@ -37,10 +65,8 @@ class RandomDrafter(LocalDrafter):
         return DraftTree.of((context.tokens[-1], *tokens[1:]), tuple(parents), (0.0,) * size)
 
 
-class KnowingDrafter(LocalDrafter):
+class KnowingDrafter(StatelessDrafter):
     """Knows the outputs: every tree has the right path, wrong siblings and duplicates."""
-
-    needs = DrafterNeeds()
 
     def __init__(self, outcomes: Mapping[str, Sequence[int]], vocab_size: int, seed: int = 0) -> None:
         """outcomes: by request id, prompt and output."""
@@ -48,13 +74,7 @@ class KnowingDrafter(LocalDrafter):
         self._vocab_size = vocab_size
         self._rng = np.random.default_rng(seed)
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self._tree(context) for context in contexts]
-
-    def release(self, sessions: Sequence[str]) -> None:
-        pass
-
-    def _tree(self, context: DraftContext) -> DraftTree:
+    def draft(self, context: DraftContext) -> DraftTree:
         budget, rng = context.budget, self._rng
         right = self._outcomes[context.session][context.committed_length :][: budget.max_depth]
         tokens, parents, last = [context.tokens[-1]], [0], 0
@@ -67,44 +87,35 @@ class KnowingDrafter(LocalDrafter):
         return DraftTree.of(tuple(tokens), tuple(parents), (0.0,) * len(tokens))
 
 
-class DyingDrafter(LocalDrafter):
+class DyingDrafter(DrafterAround):
     """Works for some steps, then returns nothing, then works again without its state."""
 
     def __init__(self, drafter: LocalDrafter, dies: int, returns: int) -> None:
-        self._drafter, self._dies, self._returns, self._round = drafter, dies, returns, 0
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self._drafter.needs
+        super().__init__(drafter)
+        self._dies, self._returns, self._round = dies, returns, 0
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self._round += 1
         if self._dies <= self._round < self._returns:
-            self._drafter.release([context.session for context in contexts])
+            self.release([context.session for context in contexts])
             return [None] * len(contexts)
-        return self._drafter.propose(contexts)
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self._drafter.release(sessions)
+        return super().propose(contexts)
 
 
-class MovingDrafter(LocalDrafter):
+class MovingDrafter(DrafterAround):
     """Another drafter takes over after some rounds. num_tokens: taken in, by session. num_resyncs: by session."""
 
     def __init__(self, first: LocalDrafter, second: LocalDrafter, moves: int) -> None:
-        self._drafter, self._second, self._moves, self._round = first, second, moves, 0
+        super().__init__(first)
+        self._second, self._moves, self._round = second, moves, 0
         self.num_tokens, self.num_resyncs, self.length_at_move = Counter[str](), Counter[str](), dict[str, int]()
-
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self._drafter.needs
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self._round += 1
         if self._round == self._moves:
-            self._drafter = self._second
+            self.drafter = self._second
             self.length_at_move = {context.session: context.committed_length for context in contexts}
-        drafts = self._drafter.propose(contexts)
+        drafts = super().propose(contexts)
         for context, draft in zip(contexts, drafts, strict=True):
             if isinstance(draft, ResyncRequired):
                 self.num_resyncs[context.session] += 1
@@ -112,28 +123,18 @@ class MovingDrafter(LocalDrafter):
                 self.num_tokens[context.session] += len(context.tokens)
         return drafts
 
-    def release(self, sessions: Sequence[str]) -> None:
-        self._drafter.release(sessions)
 
-
-class WorkingDrafter(LocalDrafter):
+class WorkingDrafter(DrafterAround):
     """Lets a drafter draft ahead between two steps, for a varying number of levels."""
 
     can_sample = True
 
     def __init__(self, drafter: LocalDrafter, seed: int = 0) -> None:
-        self._drafter = drafter
+        super().__init__(drafter)
         self._rng = np.random.default_rng(seed)
 
-    @property
-    def needs(self) -> DrafterNeeds:
-        return self._drafter.needs
-
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        drafts = self._drafter.propose(contexts)
+        drafts = super().propose(contexts)
         for _ in range(int(self._rng.integers(10))):
-            self._drafter.draft_ahead()
+            self.drafter.draft_ahead()
         return drafts
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self._drafter.release(sessions)

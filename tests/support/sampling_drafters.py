@@ -7,29 +7,23 @@ import torch
 from torch import Tensor
 
 from eyas.device.transfer import upload
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.kernels.noise import exponential_noise
 from eyas.kernels.probabilities import filtered_probs, filtering, filters_of
 from eyas.protocol.tree import DraftProbs, DraftTree, SampledProposal
 from tests.support import reference
+from tests.support.bad_drafters import DrafterAround, StatelessDrafter
 
 
-class BigramDrafter(LocalDrafter):
+class BigramDrafter(StatelessDrafter):
     """Draws widths[d] children below each node of depth d, given only the token before; cut to the likeliest tokens."""
 
-    needs = DrafterNeeds()
     can_sample = True
 
     def __init__(self, logits: Tensor, widths: Sequence[int], replacement: bool = False, proposal_top_k: int = 12) -> None:
         self._logits, self._widths, self._replacement, self._proposal_top_k = logits, widths, replacement, proposal_top_k
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self._draft(context) for context in contexts]
-
-    def release(self, sessions: Sequence[str]) -> None:
-        pass
-
-    def _draft(self, context: DraftContext) -> Draft:
+    def draft(self, context: DraftContext) -> Draft:
         tree, sampled_from = DraftTree.root_only(context.tokens[-1]), {}
         for node in range(context.budget.max_nodes):
             if node == len(tree) or tree.depths[node] == min(len(self._widths), context.budget.max_depth):
@@ -65,18 +59,15 @@ def bigram_logits(target: str) -> Tensor:
         return reference.load_reference(target)(input_ids=torch.arange(48)[:, None]).logits[:, -1].clone()
 
 
-class Disguised(LocalDrafter):
+class Disguised(DrafterAround):
     """Returns the trees of another drafter with another claim of how they were drawn."""
 
-    needs = DrafterNeeds()
     can_sample = True
 
     def __init__(self, drafter: LocalDrafter, sampled: SampledProposal | None) -> None:
-        self._drafter, self._sampled = drafter, sampled
+        super().__init__(drafter)
+        self._sampled = sampled
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        drafts = self._drafter.propose(contexts)
+        drafts = super().propose(contexts)
         return [draft.with_sampled(self._sampled) if isinstance(draft, DraftTree) else draft for draft in drafts]
-
-    def release(self, sessions: Sequence[str]) -> None:
-        self._drafter.release(sessions)

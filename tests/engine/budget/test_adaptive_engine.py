@@ -10,7 +10,7 @@ from torch import Tensor
 from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import AcceptanceRule, DraftingConfig, EngineConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import Draft, DraftContext, Drafter, DrafterNeeds
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.budget.adaptive import AdaptiveDraftBudget
 from eyas.engine.budget.base import DECODE_ONLY, DraftBudget, FixedDraftBudget, NextStep
@@ -27,7 +27,7 @@ from eyas.models.target import TargetModel, TargetOutput
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.support import reference
-from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
+from tests.support.bad_drafters import KnowingDrafter, RandomDrafter, StatelessDrafter
 from tests.support.runs import outputs_of, run
 from tests.support.tiers import nightly
 from tests.support.tiny import DEMO, shared_target
@@ -103,7 +103,7 @@ class PausingBudget(FixedDraftBudget):
         return {} if self.pauses else found
 
 
-class FeatureDrafter(LocalDrafter):
+class FeatureDrafter(StatelessDrafter):
     """Root-only trees; keeps the features of each session in order."""
 
     needs = DrafterNeeds(features=True)
@@ -111,14 +111,10 @@ class FeatureDrafter(LocalDrafter):
     def __init__(self) -> None:
         self.features: dict[str, list[Tensor]] = {}
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        for context in contexts:
-            assert context.features is not None
-            self.features.setdefault(context.session, []).append(context.features)
-        return [DraftTree.of((context.tokens[-1],), (0,), (0.0,)) for context in contexts]
-
-    def release(self, sessions: Sequence[str]) -> None:
-        pass
+    def draft(self, context: DraftContext) -> Draft:
+        assert context.features is not None
+        self.features.setdefault(context.session, []).append(context.features)
+        return DraftTree.root_only(context.tokens[-1])
 
 
 def priced_engine(

@@ -1,6 +1,5 @@
 """A draft budget for a target with experts: rows cost the experts that they are the first to need."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KVCache
 from eyas.config import EngineConfig, TreeConfig
-from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
+from eyas.drafters.base import DraftContext
 from eyas.emulation.device import VirtualClock
 from eyas.engine.budget import measuring
 from eyas.engine.budget.measuring import measure_verify
@@ -20,6 +19,7 @@ from eyas.engine.runner import ModelRunner
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
+from tests.support.bad_drafters import StatelessDrafter
 from tests.support.families import config_of, write_model
 from tests.support.runs import outputs_of, run
 from tests.support.tiers import nightly
@@ -77,21 +77,13 @@ def test_equal_tokens_would_share_their_experts(
     assert table_of(*clocked).seconds(16) < 0.5 * expected_seconds(16)
 
 
-class UnsureDrafter(LocalDrafter):
+class UnsureDrafter(StatelessDrafter):
     """Drafts chains whose tokens are right with one probability each."""
-
-    needs = DrafterNeeds()
 
     def __init__(self, outcomes: dict[str, list[int]], right: float) -> None:
         self._outcomes, self._right, self._rng = outcomes, right, np.random.default_rng(0)
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
-        return [self._tree(context) for context in contexts]
-
-    def release(self, sessions: Sequence[str]) -> None:
-        pass
-
-    def _tree(self, context: DraftContext) -> DraftTree | None:
+    def draft(self, context: DraftContext) -> DraftTree | None:
         if not context.budget.wants_tree:
             return None
         right = self._outcomes.get(context.session, [])[context.committed_length :][: context.budget.max_nodes - 1]
