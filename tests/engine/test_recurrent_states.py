@@ -20,12 +20,13 @@ from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.protocol.prefix_hash import block_hashes
-from tests.models.test_families import TREE, generated
+from tests.models.test_more_families import TREE
 from tests.support.bad_drafters import KnowingDrafter, RandomDrafter
 from tests.support.corpora import write_datastore
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
 from tests.support.methods import KINDS_OF_DRAFTS, Case
+from tests.support.reference import generated
 from tests.support.runs import outputs_of, run, stats_of
 from tests.support.tiers import nightly, tiered
 from tests.support.tiny import fixed_config, shared_target

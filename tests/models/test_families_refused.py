@@ -126,10 +126,6 @@ def test_heads_take_the_embedding_of_a_text_part(tmp_path: Path) -> None:
     assert load_fuser(str(tmp_path / "head"), folder).aux_hidden_state_layers == (1, 2, 3)
 
 
-def test_every_eos_id_of_the_generation_config_counts(tmp_path: Path) -> None:
-    assert load_target(write_model(tmp_path, config_of("llama"))).eos_ids == {1, 7}
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3_text"])
 def test_a_causal_family_in_both_directions_is_refused(kind: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path, config_of(kind, is_causal=False))

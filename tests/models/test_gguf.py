@@ -83,12 +83,6 @@ def test_tokens_are_those_of_transformers(kind: str, target: Path, tmp_path: Pat
         assert llm.get_tokenizer().decode(llm.get_tokenizer().encode("true12")) == "true12"
 
 
-def test_plain_file_equals_its_folder(target: Path, tmp_path: Path) -> None:
-    folder = unpacked(write_gguf(target, tmp_path / "tiny.gguf"))
-    with LLM(folder) as of_file, LLM(str(target), tokenizer=folder) as of_folder:
-        assert greedy(of_file) == greedy(of_folder)
-
-
 @pytest.mark.parametrize("temperature", [nightly(0.0), 0.8])
 def test_a_head_drafts_for_a_file(temperature: float, file: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", 48, 24, 32)

@@ -22,7 +22,7 @@ from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from eyas.protocol.tree import DraftTree
-from tests.models.test_families import TREE
+from tests.models.test_more_families import NODES, SLOTS, TREE
 from tests.models.test_target import expected, make_kv_cache, run, segment
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
@@ -30,9 +30,6 @@ from tests.support.tiers import tiered
 from tests.support.tiny import fixed_config
 
 PROMPT = np.random.default_rng(3).integers(3, 48, 150).tolist()
-SLOTS = np.random.default_rng(0).permutation(400)
-# Siblings, and deep paths under two of them.
-NODES = DraftTree.of((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 2, 3, 4, 1), (0.0,) * 7)
 # One of each kind of recurrence; the others run nightly.
 DAILY = ("falcon_h1", "jamba", "kimi_linear", "lfm2", "qwen3_5_text")
 EACH = tiered(HYBRIDS, DAILY)

@@ -14,8 +14,7 @@ from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.models.layers.indexed import NoIndexer
 from eyas.models.loading import load_target, target_of
 from eyas.models.supported import inspect_architecture
-from tests.models.test_families import TREE, generated
-from tests.models.test_more_families import PREFIX, SLOTS, check_exact, rank_of, tree_segment, write
+from tests.models.test_more_families import PREFIX, SLOTS, TREE, check_exact, rank_of, tree_segment, write
 from tests.models.test_target import expected, run, segment
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.corpora import write_datastore
@@ -23,7 +22,7 @@ from tests.support.devices.rank_threads import RankThreads
 from tests.support.families import config_of, write_model, write_wrapped
 from tests.support.family_configs import INDEXED, WRAPPED
 from tests.support.methods import KINDS_OF_DRAFTS, Case
-from tests.support.reference import load_reference
+from tests.support.reference import generated, load_reference
 from tests.support.runs import outputs_of, stats_of
 from tests.support.runs import run as run_engine
 from tests.support.tiers import nightly, tiered

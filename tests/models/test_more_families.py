@@ -10,6 +10,7 @@ from torch import Tensor
 
 from eyas.api.request import Request, SamplingParams
 from eyas.cache.states import START, StateStep
+from eyas.config import TreeConfig
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError
 from eyas.models.checkpoint import EMBEDDING_NAMES, LM_HEAD_NAMES, Checkpoint
@@ -24,34 +25,41 @@ from eyas.models.supported import inspect_architecture
 from eyas.models.target import PASS_ARGUMENTS, TargetModel
 from eyas.models.text_part import auto_class, drop_padding
 from eyas.protocol.tree import DraftTree
-from tests.models.test_families import PROMPTS, TREE, generated
 from tests.models.test_target import expected, make_kv_cache, run, segment
 from tests.support import runs
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.rank_threads import RankThreads
 from tests.support.families import config_of, write_model, write_wrapped
-from tests.support.family_configs import NO_FEATURES, NOT_OVER_RANKS, SERVED, WRAPPED
-from tests.support.reference import load_reference
+from tests.support.family_configs import FAMILIES, HYBRIDS, MORE_FAMILIES, NO_FEATURES, NOT_OVER_RANKS, WRAPPED
+from tests.support.reference import generated, load_reference
 from tests.support.tiers import tiered
 from tests.support.tiny import fixed_config
 
+PROMPTS = [[5, 9, 11], np.random.default_rng(1).integers(3, 48, 37).tolist()]
 PREFIX = PROMPTS[1]
+TREE = TreeConfig(num_draft_tokens=8, num_steps=4, top_k=3)
 SLOTS = np.random.default_rng(0).permutation(400)
 # Two children of the root, and a deep path under the second: 3 is a child of 2, not of 1.
 NODES = DraftTree.of((7, 8, 9, 10, 11, 12, 13), (0, 0, 0, 2, 3, 4, 1), (0.0,) * 7)
-# A family of each kind that attention, experts, norms, scales and rotary tables make; the others run nightly.
+# Model type and settings of every family, of the commonest with several settings.
+CASES = FAMILIES | {kind: (kind, settings) for kind, settings in (MORE_FAMILIES | HYBRIDS).items()}
+# The commonest, and one of each kind that attention, experts, norms, scales and rotary tables make; the others run nightly.
 DAILY = (
+    *FAMILIES,
     "afmoe", "cohere", "cohere2_moe", "dots1", "exaone4", "gemma3n_text", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox",
     "gpt_oss", "granite_swa", "laguna", "longcat_flash", "mimo_v2_flash", "ministral3", "modernbert-decoder", "nemotron",
     "olmo", "opt", "phimoe", "qwen2_moe", "smollm3", "stablelm", "vaultgemma",
 )  # fmt: skip
-DAILY_DRAFTED = ("gpt_oss", "laguna", "mimo_v2_flash", "nemotron")
+DAILY_DRAFTED = (
+    "gemma-4-e2b", "gpt-2", "hunyuan-moe", "qwen-2", "rope-dynamic", "gpt_oss", "laguna", "mimo_v2_flash", "nemotron",
+)  # fmt: skip
 DAILY_WRAPPED = ("gemma3", "mistral3", "qwen3_5", "qwen3_vl", "step3p7")
 DAILY_RANKS = ("cohere", "gemma3n_text", "glm4_moe", "gpt_oss", "mimo_v2_flash", "nemotron")
 
 
-def write(kind: str, folder: Path) -> str:
-    return write_model(folder, config_of(kind, **SERVED[kind]))
+def write(name: str, folder: Path) -> str:
+    kind, settings = CASES[name]
+    return write_model(folder, config_of(kind, **settings))
 
 
 def tree_segment(visible: Any = None) -> Segment:
@@ -79,12 +87,12 @@ def check_exact(target: TargetModel, folder: str) -> None:
         torch.testing.assert_close(nodes[list(above)], whole, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", tiered(SERVED, DAILY))
-def test_chunks_trees_and_states_equal_transformers(kind: str, tmp_path: Path) -> None:
-    folder = write(kind, tmp_path)
+@pytest.mark.parametrize("name", tiered(CASES, DAILY))
+def test_chunks_trees_and_states_equal_transformers(name: str, tmp_path: Path) -> None:
+    folder = write(name, tmp_path)
     target = load_target(folder)
     check_exact(target, folder)
-    if kind in NO_FEATURES:
+    if CASES[name][0] in NO_FEATURES:
         with pytest.raises(CheckpointError, match="take a draft model or lookups"):
             states_of(target)
         return
@@ -92,9 +100,9 @@ def test_chunks_trees_and_states_equal_transformers(kind: str, tmp_path: Path) -
     check_vocabulary(target, folder)
 
 
-@pytest.mark.parametrize("kind", tiered(SERVED, ("glm_moe_dsa", "jamba")))
-def test_half_weights_move_logits_little(kind: str, tmp_path: Path) -> None:
-    folder = write(kind, tmp_path)
+@pytest.mark.parametrize("name", tiered(CASES, ("glm_moe_dsa", "jamba")))
+def test_half_weights_move_logits_little(name: str, tmp_path: Path) -> None:
+    folder = write(name, tmp_path)
     target = load_target(folder, dtype="bfloat16")
     (found,) = run(target, [segment(PREFIX, 0, SLOTS[:37], SLOTS[:0])], make_kv_cache(target))
     whole = expected(folder, PREFIX)
@@ -129,10 +137,10 @@ def states_of(target: TargetModel) -> Tensor:
     return states
 
 
-@pytest.mark.parametrize("kind", tiered(SERVED, DAILY_DRAFTED))
-def test_drafted_output_equals_generate(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", tiered(CASES, DAILY_DRAFTED))
+def test_drafted_output_equals_generate(name: str, tmp_path: Path) -> None:
     """And plain output with temperature; also with cached prefixes, and with so few slots that a sequence waits."""
-    folder = write(kind, tmp_path)
+    folder = write(name, tmp_path)
     target, config = load_target(folder), fixed_config(max_kv_tokens=80, max_prefill_tokens=16)
     prompts = {f"{turn}-{i}": tuple(prompt) for turn in range(2) for i, prompt in enumerate(PROMPTS)}
 
@@ -167,17 +175,12 @@ def test_a_text_part_equals_its_whole_model(kind: str, tmp_path: Path) -> None:
     check_vocabulary(target, folder)
 
 
-def test_text_parts_run_without_the_other_parts(tmp_path: Path) -> None:
-    target = load_target(write_wrapped("mistral3", tmp_path))
-    assert type(target.model).__name__ == "Ministral3ForCausalLM"
-
-
-@pytest.mark.parametrize("kind", tiered(SERVED, DAILY_RANKS))
-def test_two_ranks_equal_the_whole_model(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", tiered(CASES, DAILY_RANKS))
+def test_two_ranks_equal_the_whole_model(name: str, tmp_path: Path) -> None:
     """Or are refused, with the reason."""
-    folder = write(kind, tmp_path)
+    folder = write(name, tmp_path)
     rows = segment(PREFIX, 0, SLOTS[:37], SLOTS[:0])
-    if kind in NOT_OVER_RANKS:
+    if (kind := CASES[name][0]) in NOT_OVER_RANKS:
         with pytest.raises(CheckpointError, match=NOT_OVER_RANKS[kind]):
             rank_of(folder, 0)
         return

@@ -20,8 +20,7 @@ from eyas.models.backends.cuda import KernelBackend, why_no_kernel
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
-from tests.models.test_families import PROMPTS, TREE
-from tests.models.test_more_families import NODES, PREFIX, SLOTS, check_exact, tree_segment, write
+from tests.models.test_more_families import NODES, PREFIX, PROMPTS, SLOTS, TREE, check_exact, tree_segment, write
 from tests.models.test_target import segment
 from tests.support.runs import outputs_of
 from tests.support.runs import run as run_engine

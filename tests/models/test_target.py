@@ -45,29 +45,11 @@ def target(tiny_target: str) -> TargetModel:
     return load_target(tiny_target)
 
 
-def test_ragged_chunks_in_scattered_slots_equal_whole_sequences(target: TargetModel, tiny_target: str) -> None:
-    kv_cache, rng = make_kv_cache(target), np.random.default_rng(0)
-    slots = rng.permutation(400)
-    first, second, third = (rng.integers(3, 48, n).tolist() for n in (40, 7, 1))
-    run(target, [segment(first[:33], 0, slots[:33], slots[:0])], kv_cache)
-    got = run(
-        target,
-        [
-            segment(first[33:], 33, slots[33:40], slots[:33]),
-            segment(second, 0, slots[50:57], slots[:0]),
-            segment(third, 0, slots[60:61], slots[:0]),
-        ],
-        kv_cache,
-    )
-    torch.testing.assert_close(got[0], expected(tiny_target, first)[33:], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(got[1], expected(tiny_target, second), atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(got[2], expected(tiny_target, third), atol=1e-4, rtol=1e-4)
-
-
 @settings(max_examples=25)
-@given(st.lists(trees(vocab_size=48), min_size=1, max_size=4), st.integers(0, 1000))
-def test_every_tree_node_equals_its_path_run_as_a_sequence(batch: list[DraftTree], seed: int) -> None:
-    target, path = TREE_TARGET[0], TREE_TARGET[1]
+@given(batch=st.lists(trees(vocab_size=48), min_size=1, max_size=4), seed=st.integers(0, 1000))
+def test_every_tree_node_equals_its_path_run_as_a_sequence(
+    target: TargetModel, tiny_target: str, batch: list[DraftTree], seed: int
+) -> None:
     kv_cache, rng = make_kv_cache(target), np.random.default_rng(seed)
     slots, segments, prefixes = rng.permutation(400), [], []
     for tree in batch:
@@ -84,15 +66,7 @@ def test_every_tree_node_equals_its_path_run_as_a_sequence(batch: list[DraftTree
     for tree, prefix, logits in zip(batch, prefixes, run(target, segments, kv_cache), strict=True):
         for node in range(len(tree)):
             tokens = prefix + [tree.tokens[above] for above in tree.path(node)]
-            torch.testing.assert_close(logits[node], expected(path, tokens)[-1], atol=1e-4, rtol=1e-4)
-
-
-TREE_TARGET: list = []
-
-
-@pytest.fixture(autouse=True)
-def _tree_target(target: TargetModel, tiny_target: str) -> None:
-    TREE_TARGET[:] = [target, tiny_target]
+            torch.testing.assert_close(logits[node], expected(tiny_target, tokens)[-1], atol=1e-4, rtol=1e-4)
 
 
 def test_aux_hidden_states_are_the_inputs_of_their_layers(tiny_target: str) -> None:

@@ -161,3 +161,11 @@ def _generate(
         if tokens[-1] in params.stop_token_ids or (tokens[-1] in eos and not params.ignore_eos):
             break
     return tokens[len(prompt) :]
+
+
+@functools.cache
+def generated(folder: str, prompt: tuple[int, ...]) -> list[int]:
+    """Twelve tokens at most that transformers' own `generate` gives, greedily."""
+    reference: Any = load_reference(folder)
+    found = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=12)[0]
+    return list(found[len(prompt) :].tolist())

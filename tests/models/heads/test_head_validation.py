@@ -1,7 +1,6 @@
 """Validation finds the wiring of a head, and refuses a head that guesses no better than chance."""
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from eyas import LLM, SamplingParams
 from eyas.cli.main import app
 from eyas.config import VerifierConfig
 from eyas.drafters.draft_head import DraftHead
@@ -162,21 +160,6 @@ def test_a_random_head_is_refused_with_the_numbers(tiny_target: str, tiny_head: 
         report.require(tiny_head)
 
 
-@pytest.mark.nightly  # a verifier does below
-def test_the_llm_class_uses_the_wiring_that_works(tmp_path: Path, caplog: pytest.LogCaptureFixture, short: None) -> None:
-    head = with_config(tmp_path / "head", **WRONG["the residual flipped and layers shifted"])
-    greedy, engine = SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True), fixed_config()
-    with caplog.at_level(logging.WARNING, "eyas"):
-        found, believed, right = (
-            LLM(TARGET, head, engine=engine).generate(PROMPT, greedy)[0].outputs[0],
-            LLM(TARGET, head, engine=engine, validate_head="never").generate(PROMPT, greedy)[0].outputs[0],
-            LLM(TARGET, str(HEAD), engine=engine, validate_head="never").generate(PROMPT, greedy)[0].outputs[0],
-        )
-    assert "not as its config says" in caplog.text
-    assert found.token_ids == believed.token_ids == right.token_ids
-    assert found.stats.num_verify_steps == right.stats.num_verify_steps < believed.stats.num_verify_steps
-
-
 def test_a_verifier_uses_the_wiring_that_works(tmp_path: Path, short: None) -> None:
     head = with_config(tmp_path / "head", **WRONG["layers one too late"])
     config = VerifierConfig("demo", TARGET, head, dtype="float32", device="cpu", engine=fixed_config())
@@ -185,13 +168,6 @@ def test_a_verifier_uses_the_wiring_that_works(tmp_path: Path, short: None) -> N
             checks, Checkpoint(TARGET), DraftHead(head, "eagle3"), TargetInfo("target", "features"), TargetWorkers(), Peers()
         )
         assert engine.target.aux_hidden_state_layers == layers
-
-
-def test_a_verifier_refuses_a_random_head(tiny_target: str, tiny_head: str, short: None) -> None:
-    config = VerifierConfig("tiny", tiny_target, tiny_head, dtype="float32", device="cpu", engine=fixed_config())
-    head, info = DraftHead(tiny_head, "eagle3"), TargetInfo("target", "features")
-    with pytest.raises(CheckpointError, match="hardly ever guesses"):
-        load_engine(config, Checkpoint(tiny_target), head, info, TargetWorkers(), Peers())
 
 
 def test_the_check_prints_a_table_and_writes_the_wiring(tmp_path: Path, short: None) -> None:

@@ -14,10 +14,11 @@ from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKV
 from eyas.models.parallel.shards import Shard
 from eyas.models.parallel.workers import RankInfo, start_workers
 from tests.models.parallel.test_commands import PLAN, make_segment, send
-from tests.models.test_families import TREE, generated
+from tests.models.test_more_families import TREE
 from tests.support.bad_drafters import KnowingDrafter
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
+from tests.support.reference import generated
 from tests.support.runs import outputs_of, run, stats_of
 from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config
