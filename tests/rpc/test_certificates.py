@@ -37,7 +37,7 @@ from eyas.services.local.cluster import free_port
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.verifier.draft_client import RemoteDrafter
 from tests.support.services.authority import Authority, peers
-from tests.support.services.cuttable_proxy import CuttableProxy, registered_behind_proxy
+from tests.support.services.faulty_proxy import Proxy, registered_behind_proxy
 from tests.support.services.toy_drafting import INFO, ToyDrafter, context, eventually
 from tests.support.services.toy_drafting import serving as serving_drafts
 
@@ -134,9 +134,9 @@ async def test_a_lost_verifier_is_dialled_with_renewed_certificates(kind: Discov
         try:
             await refreshed(workers, lambda: bool(workers.reachable))
             Authority("new").write(tmp_path)
-            proxy.cut.set()
+            proxy.partitioned = True
             await refreshed(workers, lambda: not workers.reachable)
-            proxy.cut.clear()
+            proxy.partitioned = False
             await refreshed(workers, lambda: bool(workers.reachable))
         finally:
             await workers.close()
@@ -144,7 +144,7 @@ async def test_a_lost_verifier_is_dialled_with_renewed_certificates(kind: Discov
 
 
 @asynccontextmanager
-async def verifier_behind(theirs: Peers, leases: Registry | None) -> AsyncIterator[CuttableProxy]:
+async def verifier_behind(theirs: Peers, leases: Registry | None) -> AsyncIterator[Proxy]:
     """A verifier behind a proxy, found by probing or by a lease with the proxy's address."""
     server = RpcServer(ServerConfig(), credentials=theirs.server_credentials)
     registration = WorkerRegistration(server, leases, AnnouncedWorker("verifier", INFO.model, lambda: Load(0, 0, 10_000)))

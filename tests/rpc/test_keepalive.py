@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from eyas.config import DraftClientConfig, PeersConfig, RegistryConfig, RetryConfig, ServerConfig
-from eyas.drafters.base import DrafterNeeds
+from eyas.drafters.base import Draft, DrafterNeeds
 from eyas.protocol.tree import DraftTree
 from eyas.rpc.channel import ChannelOptions, Peers
 from eyas.rpc.server import RpcServer
@@ -20,7 +20,7 @@ from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.draft_client import RemoteDrafter
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-from tests.support.services.cuttable_proxy import CuttableProxy, cuttable_proxy, registered_behind_proxy
+from tests.support.services.faulty_proxy import Proxy, behind_proxy, registered_behind_proxy
 from tests.support.services.scripted_verifier import (
     CALL,
     LEASE_S,
@@ -106,7 +106,7 @@ def test_keepalive_respects_the_default_limits_of_grpc_servers() -> None:
 
 
 @asynccontextmanager
-async def behind(url: str, script: Script) -> AsyncIterator[CuttableProxy]:
+async def behind(url: str, script: Script) -> AsyncIterator[Proxy]:
     """A scripted verifier that is known by the address of a proxy to it."""
     server = RpcServer(ServerConfig())
     add_GenerationServicer_to_server(ScriptedVerifier(script), server.aio)
@@ -122,7 +122,7 @@ async def test_requests_move_away_from_an_unreachable_verifier(url: str) -> None
         asking = asyncio.create_task(send(address, CALL))
         await until(lambda: bool(queue.calls))
         async with worker(url, other):
-            proxy.cut.set()
+            proxy.partitioned = True
             found = tokens_of(await asking)
     assert found == REST
 
@@ -133,20 +133,25 @@ async def test_without_another_verifier_a_lost_keepalive_is_reported(url: str) -
     async with behind(url, queue) as proxy, router(url, peers=Peers(IMPATIENT), retry=once) as address:
         asking = asyncio.create_task(failure(address, CALL))
         await until(lambda: bool(queue.calls))
-        proxy.cut.set()
+        proxy.partitioned = True
         status, reason = await asking
     assert status is grpc.StatusCode.UNAVAILABLE
     assert "not answer keepalive pings" in reason
 
 
-def test_an_unreachable_drafter_is_dropped_and_dialled_again() -> None:
-    with serving(ToyDrafter()) as address, cuttable_proxy(address) as proxy:
-        needs, patient = DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=20.0)
-        with closing(RemoteDrafter(proxy.address, needs, patient, peers=Peers(IMPATIENT))) as remote:
-            eventually(lambda: remote.connected)
-            proxy.cut.set()
-            assert remote.request([context("a", range(10, 15))])() == [None], "long before the deadline"
-            assert not remote.connected
-            proxy.cut.clear()
-            tree = DraftTree.chain([14, 15, 16, 17])
-            eventually(lambda: remote.request([context("b", range(10, 15))])() == [tree])
+async def test_an_unreachable_drafter_is_dropped_and_dialled_again() -> None:
+    needs, patient = DrafterNeeds(features=True), DraftClientConfig(draft_timeout_s=20.0)
+    with serving(ToyDrafter()) as address:
+        async with behind_proxy(address) as proxy:
+            with closing(RemoteDrafter(proxy.address, needs, patient, peers=Peers(IMPATIENT))) as remote:
+
+                def ask(session: str) -> list[Draft]:
+                    return remote.request([context(session, range(10, 15))])()
+
+                await until(lambda: remote.connected)
+                proxy.partitioned = True
+                assert await asyncio.to_thread(ask, "a") == [None], "long before the deadline"
+                assert not remote.connected
+                proxy.partitioned = False
+                tree = DraftTree.chain([14, 15, 16, 17])
+                await asyncio.to_thread(eventually, lambda: ask("b") == [tree])

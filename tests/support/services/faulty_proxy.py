@@ -9,8 +9,13 @@ import random
 import socket
 import struct
 from asyncio import StreamReader, StreamWriter
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+
+from eyas.rpc.server import RpcServer
+from eyas.services.lifecycle import WorkerRegistration
+from eyas.services.local.cluster import free_port
 
 CHUNK_BYTES = 65536
 # No message of Redis begins with this byte, and no text in UTF-8 holds it.
@@ -142,6 +147,30 @@ class Proxy:
         if sink is link.service or not (link.silent or self.partitioned):
             link.close()
             self._links.discard(link)
+
+
+@asynccontextmanager
+async def behind_proxy(service: str) -> AsyncIterator[Proxy]:
+    """A proxy before the service at host:port."""
+    host, _, port = service.rpartition(":")
+    proxy = Proxy((host, free_port()), (host, int(port)), random.Random(0))
+    await proxy.start()
+    try:
+        yield proxy
+    finally:
+        await proxy.close()
+
+
+@asynccontextmanager
+async def registered_behind_proxy(server: RpcServer, registration: WorkerRegistration) -> AsyncIterator[Proxy]:
+    """Start a server behind a proxy and register its worker with the proxy's address."""
+    async with behind_proxy(await server.start([])) as proxy:
+        await registration.register(proxy.address)
+        try:
+            yield proxy
+        finally:
+            await registration.deregister()
+            await server.stop(0)
 
 
 def _reset(writer: StreamWriter) -> None:
