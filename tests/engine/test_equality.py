@@ -22,6 +22,7 @@ from tests.support.bad_drafters import DyingDrafter, MovingDrafter, RandomDrafte
 from tests.support.corpora import write_datastore
 from tests.support.methods import CASES, Case
 from tests.support.runs import assert_plain, chi_square_is_plausible, outputs_of, run, stats_of, tokens_of
+from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config, shared_target, token_without_numbers
 
 TREE = TreeConfig(num_draft_tokens=12, num_steps=4, top_k=4)
@@ -33,8 +34,13 @@ PARAMS = {
     "stopping": SamplingParams(max_tokens=24, temperature=1.0, stop_token_ids=tuple(range(4, 10))),
 }
 DRAFTERS = (*CASES, "random", "dying", "none")
+# Variants of methods that are tried nightly; EAGLE-3's are tried daily.
+VARIANTS = {
+    "dspark-rnn", "dspark-reduced", "dspark-crowded", "dflash-window", "mtp-crowded", "sps-crowded", "dflash2-int8",
+    "mtp-int8", "medusa-int8", "hydra-int8",
+}  # fmt: skip
 # Greedy requests alone take other paths through these; among others they are in every mixed batch.
-GREEDY_ALONE = ("dspark", "eagle3", "sps", "prompt_lookup", "none")
+GREEDY_ALONE = ("eagle3", "none", "dspark", "sps", "prompt_lookup")
 # Requests of a batch take these in turn.
 BATCHES = {"greedy": (GREEDY,), "mixed": tuple(PARAMS.values())}
 
@@ -89,7 +95,11 @@ def prompts(count: int, seed: int = 0) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "kinds"), [*((name, "mixed") for name in DRAFTERS), *((name, "greedy") for name in GREEDY_ALONE)]
+    ("name", "kinds"),
+    [
+        *(nightly(name, "mixed") if name in VARIANTS else (name, "mixed") for name in DRAFTERS),
+        *(nightly(name, "greedy") if place > 1 else (name, "greedy") for place, name in enumerate(GREEDY_ALONE)),
+    ],
 )
 def test_a_batch_with_staggered_arrivals_equals_the_plain_loop(
     name: str, kinds: str, tiny_target: str, tiny_head: str
@@ -122,7 +132,7 @@ def test_adaptive_trees_drafted_ahead_change_no_token(tiny_target: str, tiny_hea
     drafter = WorkingDrafter(DraftAheadDrafter(ahead.drafter, DraftAheadConfig(6, 16, 7)))
     engine = make_engine(drafter, tiny_target, tiny_head, name, UnevenClock(4), draft_budget="adaptive")
     requests = [
-        Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=24))
+        Request(f"r{i}", tuple(prompt), replace(params, seed=i, max_tokens=12))
         for i, (prompt, params) in enumerate(zip(prompts(4), cycle(BATCHES["mixed"]), strict=False))
     ]
     chunks = run(engine, requests[:1], {5: requests[1:]})

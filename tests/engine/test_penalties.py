@@ -24,6 +24,7 @@ from tests.support import reference
 from tests.support.bad_drafters import KnowingDrafter
 from tests.support.runs import assert_plain, outputs_of, run, stats_of, tokens_of
 from tests.support.strategies import trees
+from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config, shared_target
 
 PLAIN = SamplingParams(max_tokens=24, temperature=0.9, ignore_eos=True)
@@ -75,7 +76,7 @@ def engine_with(drafter: Drafter | None, target: str, head: str) -> Engine:
     )
 
 
-@pytest.mark.parametrize("name", ["none", "random", "eagle3", "dying", "knowing"])
+@pytest.mark.parametrize("name", ["none", "random", "eagle3", nightly("dying"), "knowing"])
 def test_steered_requests_beside_others_equal_the_plain_loop(name: str, tiny_target: str, tiny_head: str) -> None:
     requests = steered_requests()
     expected = {request.id: expected_of(tiny_target, request) for request in requests}

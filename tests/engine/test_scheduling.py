@@ -8,12 +8,13 @@ import pytest
 from eyas.api.request import Request
 from tests.engine.test_equality import BATCHES, PARAMS, make_drafter, make_engine, prompts
 from tests.support.runs import assert_plain, run
+from tests.support.tiers import nightly
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kinds"),
-    [("eagle3", "greedy"), ("eagle3", "mixed"), ("random", "mixed"), ("dying", "mixed"), ("none", "greedy")],
+    [nightly("eagle3", "greedy"), ("eagle3", "mixed"), ("random", "mixed"), ("dying", "mixed"), nightly("none", "greedy")],
 )
 def test_preempted_requests_equal_the_plain_loop(name: str, kinds: str, tiny_target: str, tiny_head: str) -> None:
     engine = make_engine(

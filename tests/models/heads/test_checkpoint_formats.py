@@ -1,7 +1,10 @@
 """A head is equal in every checkpoint format, and every option of its config takes effect."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.support.checkpoint_formats import CHECKPOINT_FORMATS, TINY, TINY_EAGLE1, random_tensors, save, specforge, vllm
 from tests.support.naive_eagle import NaiveEagle, best_tree, linear, rms
+from tests.support.tiers import nightly
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 OPTIONS = {
@@ -70,8 +74,14 @@ def trees(head: str, target: str, config: EagleHeadConfig) -> list[DraftTree]:
     return [draft for draft in drafts if isinstance(draft, DraftTree)]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("checkpoint_format", CHECKPOINT_FORMATS)
+def formats_and_options() -> Iterator[Any]:
+    """Each option with each format nightly, and daily with one of them in turn."""
+    for (number, option), (turn, checkpoint_format) in product(enumerate(OPTIONS), enumerate(CHECKPOINT_FORMATS)):
+        is_daily = number % len(CHECKPOINT_FORMATS) == turn
+        yield (checkpoint_format, option) if is_daily else nightly(checkpoint_format, option)
+
+
+@pytest.mark.parametrize(("checkpoint_format", "option"), [*formats_and_options()])
 @pytest.mark.usefixtures("unpacked")
 def test_a_head_is_equal_in_every_checkpoint_format(
     checkpoint_format: str, option: str, tiny_target: str, tmp_path: Path
@@ -150,7 +160,7 @@ def test_the_meaning_of_norm_output_depends_on_the_format(tiny_target: str, tmp_
 
 
 @pytest.mark.parametrize("config", [
-    *OPTIONS.values(), TINY_EAGLE1, replace(TINY_EAGLE1, fc_bias=False, qkv_bias=True), replace(TINY, rotary=LLAMA3),
+    TINY_EAGLE1, replace(TINY_EAGLE1, fc_bias=False, qkv_bias=True), replace(TINY, rotary=LLAMA3),
     replace(TINY, wiring=HeadWiring((2, 2, 1), output="bare")),
 ])  # fmt: skip
 def test_a_written_head_reads_back(config: EagleHeadConfig, tiny_target: str, tmp_path: Path) -> None:
