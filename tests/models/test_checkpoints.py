@@ -16,7 +16,7 @@ from eyas.errors import CheckpointError
 from eyas.models.fingerprints import head_fingerprint, target_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.loading import load_target
-from tests.support.tiny import write_head, write_target
+from tests.support.tiny import change_config, write_head, write_target
 
 
 def edit_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
@@ -25,21 +25,13 @@ def edit_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
     save_file({**tensors, **added}, folder / "model.safetensors")
 
 
-def change(folder: Path, **settings: object) -> Path:
-    """None leaves a setting out."""
-    file = folder / "config.json"
-    changed = json.loads(file.read_text()) | settings
-    file.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
-    return folder
-
-
 DAMAGES: dict[str, Callable[[Path], object]] = {
     r"missing midlayer\.hidden_norm\.weight": partial(edit_tensors, drop="midlayer.hidden_norm.weight"),
     "unexpected extra": partial(edit_tensors, extra=torch.zeros(2)),
     r"norm.weight has shape \[5\], expected \[32\]": partial(edit_tensors, **{"norm.weight": torch.ones(5)}),
     "d2t does not map 24 draft ids": partial(edit_tensors, d2t=torch.full((24,), 1000)),
     "vocabulary size 40, but this target has 48": partial(write_head, vocab_size=40),
-    "intermediate_size is left out; it must be whole numbers from 1": partial(change, intermediate_size=None),
+    "intermediate_size is left out; it must be whole numbers from 1": partial(change_config, intermediate_size=None),
     "cannot read weights": lambda folder: (folder / "model.safetensors").write_bytes(b"not a checkpoint"),
 }
 
@@ -99,7 +91,8 @@ def test_a_change_in_any_large_part_changes_the_fingerprint(
 def test_end_tokens_beyond_the_vocabulary_are_a_warning(
     ids: object, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder = change(write_target(tmp_path), eos_token_id=ids)
+    folder = write_target(tmp_path)
+    change_config(folder, eos_token_id=ids)
     (folder / "generation_config.json").unlink()
     assert load_target(str(folder)).eos_ids == ({1} if isinstance(ids, list) else set())
     assert f"{folder / 'config.json'}: eos_token_id holds {99 if isinstance(ids, list) else ids}" in caplog.text
@@ -110,9 +103,9 @@ def test_end_tokens_beyond_the_vocabulary_are_a_warning(
 
 @pytest.mark.parametrize("count", [2, 5])
 def test_layers_that_the_config_leaves_out_are_refused(count: int, tmp_path: Path) -> None:
-    folder = change(write_target(tmp_path), num_hidden_layers=count)
+    change_config(write_target(tmp_path), num_hidden_layers=count)
     with pytest.raises(CheckpointError, match=f"num_hidden_layers is {count}, but the weights hold 4 layers"):
-        load_target(str(folder))
+        load_target(str(tmp_path))
 
 
 EXTRAS: dict[str, dict[str, torch.Tensor]] = {
@@ -135,9 +128,9 @@ def test_tensors_beside_the_layers_are_left_out(extra: str, tmp_path: Path, capl
 
 
 def test_the_setting_behind_a_wrong_shape_is_named(tmp_path: Path) -> None:
-    folder = change(write_target(tmp_path), vocab_size=40)
+    change_config(write_target(tmp_path), vocab_size=40)
     with pytest.raises(CheckpointError, match=r"embed_tokens.weight has shape \[48, 32\], .*\[40, 32\] \(vocab_size 40\)"):
-        load_target(str(folder))
+        load_target(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["norm", "layers.1.self_attn.k_proj", "layers.1.self_attn.o_proj"])
@@ -186,7 +179,7 @@ def test_a_head_over_all_tokens_borrows_the_targets_lm_head(tiny_target: str, tm
 def test_a_head_of_no_known_kind_is_called_no_language_model(tmp_path: Path) -> None:
     write_head(tmp_path)
     save_file(wrapped(load_file(tmp_path / "model.safetensors"), "own."), tmp_path / "model.safetensors")
-    change(tmp_path, architectures=["LlamaForCausalLM"])
+    change_config(tmp_path, architectures=["LlamaForCausalLM"])
     assert DraftHead(str(tmp_path)).detected is None
 
 

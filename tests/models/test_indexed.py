@@ -1,6 +1,5 @@
 """Attention with indexers: dense and equal in contexts of as many tokens as an indexer chooses, refused beyond them."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from tests.support.reference import generated, load_reference
 from tests.support.runs import outputs_of, stats_of
 from tests.support.runs import run as run_engine
 from tests.support.tiers import nightly, tiered
-from tests.support.tiny import fixed_config, shared_target
+from tests.support.tiny import change_config, fixed_config, shared_target
 
 # An indexer in each layer, and layers that share the choice of one.
 KINDS = ("deepseek_v32", "glm_moe_dsa")
@@ -63,8 +62,7 @@ def test_dense_attention_would_differ_beyond_the_chosen_keys(tmp_path: Path) -> 
     """So that the limit is needed, and the comparisons with transformers see an indexer that chooses."""
     folder = write("glm_moe_dsa", tmp_path / "whole")
     (found,) = run(load_target(folder), [segment(PREFIX, 0, SLOTS[:37], SLOTS[:0])], load_target(folder).new_kv_cache(400))
-    config = json.loads((tmp_path / "whole" / "config.json").read_text())
-    (tmp_path / "whole" / "config.json").write_text(json.dumps({**config, "index_topk": 8}))
+    change_config(folder, index_topk=8)
     few = expected(str(tmp_path / "whole" / "."), PREFIX)
     torch.testing.assert_close(found[:8], few[:8], atol=1e-4, rtol=1e-4)
     assert float((found - few)[8:].abs().amax(1).median()) > 0.01

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from eyas import LLM
@@ -27,6 +26,7 @@ from eyas.models.heads.medusa import load_medusa
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.layers.fused import is_batch_invariant
 from eyas.models.loading import load_target
+from tests.models.backends.test_launches import OpaqueLinear
 from tests.models.layers.test_fused import assert_equal_to_unfused, is_fused, use_torch
 from tests.models.test_more_families import rank_of
 from tests.models.test_target import run as run_segments
@@ -37,7 +37,14 @@ from tests.support.families import config_of, write_model
 from tests.support.family_configs import SERVED
 from tests.support.runs import outputs_of, run
 from tests.support.tiers import tiered
-from tests.support.tiny import fixed_config, write_eagle1_head, write_head, write_spelling_tokenizer, write_target
+from tests.support.tiny import (
+    change_config,
+    fixed_config,
+    write_eagle1_head,
+    write_head,
+    write_spelling_tokenizer,
+    write_target,
+)
 from tests.support.tiny_block import tiny_block_head
 from tests.support.tiny_medusa_hydra import tiny_heads
 
@@ -98,10 +105,6 @@ def test_quantised_layers_are_fused_around_their_products(quantised: str, runs_i
     if not runs_in_kernels:
         use_torch(target)
     assert_equal_to_unfused(target)
-
-
-class OpaqueLinear(nn.Linear):
-    """A layer whose weights only it can read."""
 
 
 def test_layers_of_unknown_weights_are_fused_around_them(tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,7 +320,6 @@ def test_8_bits_are_refused_where_they_cannot_be(tiny_target: str, tmp_path: Pat
 
 def test_quantised_heads_are_refused_by_name(tiny_target: str, tmp_path: Path) -> None:
     folder = write_head(tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    change_config(folder, quantization_config={"quant_method": "fp8"})
     with pytest.raises(CheckpointError, match="a draft head quantised by fp8, which Eyas does not serve"):
         load_fuser(str(folder), tiny_target)

@@ -36,6 +36,13 @@ def write_target(
     return folder
 
 
+def change_config(folder: str | Path, **settings: Any) -> None:
+    """Give the config.json of a checkpoint other settings; None leaves one out."""
+    file = Path(folder, "config.json")
+    changed = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+
+
 def write_spelling_tokenizer(folder: Path) -> None:
     """A tokenizer for `write_target` of default sizes: characters of JSON, and some tokens of several characters."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers

@@ -28,7 +28,7 @@ from eyas.models.heads.block import (
 )
 from eyas.models.heads.block_config import BlockHeadConfig, Dialect, read_block_config
 from eyas.models.heads.eagle_config import HeadWiring
-from tests.support.tiny import write_target
+from tests.support.tiny import change_config, write_target
 from tests.support.tiny_block import DFLASH, DSPARK, KINDS, random_block_head, tiny_block_head
 
 LENGTH = 20
@@ -152,9 +152,7 @@ def written(tmp_path: Path, target: str, kind: str = "dspark", dialect: Dialect 
     """A head whose config.json has other settings; null removes one."""
     head = random_block_head(kind, target)
     write_block_head(tmp_path, head.config, block_tensors(head), dialect)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text()) | settings
-    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    change_config(tmp_path, **settings)
     return str(tmp_path)
 
 

@@ -1,6 +1,5 @@
 """Validation finds the wiring of block heads: of a head that knows its tiny target's sequences by heart."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from eyas.models.heads.validation import observe
 from eyas.models.loading import load_target
 from eyas.models.target import TargetModel
 from tests.models.heads.test_block_heads import written
+from tests.models.heads.test_head_validation import with_config
 from tests.support.tiny import write_target
 from tests.support.tiny_block import DSPARK
 
@@ -62,14 +62,6 @@ def folder(model: TargetModel, target: str, tmp_path_factory: pytest.TempPathFac
     return found
 
 
-def with_config(folder: Path, copy: Path, **changes: object) -> str:
-    copy.mkdir()
-    (copy / "model.safetensors").symlink_to(folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text()) | changes
-    (copy / "config.json").write_text(json.dumps(config))
-    return str(copy)
-
-
 def test_a_right_config_is_kept(folder: Path, model: TargetModel, target: str) -> None:
     report = DraftHead(str(folder), "dspark").validate(model, target, "float32", "cpu")
     assert report is not None
@@ -85,7 +77,7 @@ def test_a_right_config_is_kept(folder: Path, model: TargetModel, target: str) -
 def test_a_wrong_config_is_corrected(
     changes: dict[str, object], folder: Path, model: TargetModel, target: str, tmp_path: Path
 ) -> None:
-    head = with_config(folder, tmp_path / "head", **changes)
+    head = with_config(tmp_path / "head", folder, **changes)
     fuser = load_block_fuser(head, target)
     wiring = DraftHead(head, "dspark").resolve_wiring(model, fuser, target, "float32", "cpu")
     assert wiring == DSPARK.wiring

@@ -21,6 +21,7 @@ from eyas.models.heads.validation import validate_mtp_head
 from eyas.models.inputs import Segment, pack
 from eyas.models.loading import load_target
 from tests.support.family_configs import MODULES
+from tests.support.tiny import change_config
 from tests.support.tiny_mtp import DEEPSEEK, FAMILIES, HIDDEN, LAYERS, write_mtp
 
 LAYER = f"model.layers.{LAYERS}."
@@ -79,7 +80,7 @@ def test_a_target_without_a_module_is_named_with_the_layouts(tmp_path: Path) -> 
         load_mtp_head(folder, folder)
 
 
-def test_only_files_with_the_module_and_the_vocabulary_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_with_the_module_and_the_vocabulary_are_read(tmp_path: Path) -> None:
     """Of a checkpoint in shards; the others need not hold anything that can be read."""
     folder = Path(write_mtp(tmp_path / "shards", "glm4_moe"))
     tensors = load_file(folder / "model.safetensors")
@@ -111,8 +112,7 @@ def test_several_modules_read_the_vocabulary_once(tmp_path: Path, monkeypatch: p
 
 def test_plain_modules_of_a_quantised_target_load_if_asked_for(tmp_path: Path) -> None:
     folder = write_mtp(tmp_path / "target", "glm4_moe")
-    config = json.loads(Path(folder, "config.json").read_text())
-    Path(folder, "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    change_config(folder, quantization_config={"quant_method": "fp8"})
     assert load_mtp_head(folder, folder).num_modules == 1
     edit(folder, **{"lm_head.weight": torch.ones(48, HIDDEN).to(torch.float8_e4m3fn)})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight has dtype torch\.float8_e4m3fn"):
@@ -137,9 +137,7 @@ def test_weights_of_8_bits_move_states_little(narrow: str, tmp_path: Path) -> No
 
 def test_a_module_with_recurrent_layers_is_refused(tmp_path: Path) -> None:
     folder = write_mtp(tmp_path, "nemotron_h")
-    config = json.loads((tmp_path / "config.json").read_text())
-    blocks = {"mtp_layers_block_type": ["full_attention", "linear_attention"]}
-    (tmp_path / "config.json").write_text(json.dumps({**config, **blocks}))
+    change_config(folder, mtp_layers_block_type=["full_attention", "linear_attention"])
     with pytest.raises(CheckpointError, match="its module for multi-token prediction has recurrent layers"):
         load_mtp_head(folder, folder)
 
@@ -151,10 +149,8 @@ def test_the_page_lists_the_families_that_are_tested() -> None:
         assert first == FAMILIES[family].layer
 
 
-def fed_back(folder: Path, output: str) -> str:
-    """A target that agrees with its module, whose hidden states disturb it at some widths; the feedback of `output` leaves
-    these out, and so do the features.
-    """
+def fed_back(folder: Path) -> str:
+    """A target that agrees with its module, whose hidden states disturb it at some widths; normed ones leave these out."""
     path = write_mtp(folder, "llama", agrees=True)
     projection = torch.eye(HIDDEN, 2 * HIDDEN)
     gain = torch.ones(HIDDEN)
@@ -165,20 +161,17 @@ def fed_back(folder: Path, output: str) -> str:
     return path
 
 
-def test_validation_finds_what_the_module_feeds_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = fed_back(tmp_path / "target", "normed")
+def test_validation_finds_what_the_module_feeds_back(tmp_path: Path) -> None:
+    folder = fed_back(tmp_path / "target")
     target = load_target(folder)
     report = validate_mtp_head(target, folder, folder, "float32", "cpu")
     assert report.config_is_right
     assert (report.best.first, report.best.second) == (1.0, 1.0)
     assert all(score.accepted < report.best.accepted for score in report.scores[1:])
-    stated = mtp.STATED_WIRING
-    config = {**json.loads(Path(folder, "config.json").read_text())}
-    config["eyas"] = {"aux_hidden_state_layers": [-1], "norm_before_residual": False, "output": "state"}
-    Path(folder, "config.json").write_text(json.dumps(config))
+    change_config(folder, eyas={"aux_hidden_state_layers": [-1], "norm_before_residual": False, "output": "state"})
     report = validate_mtp_head(load_target(folder), folder, folder, "float32", "cpu")
     assert not report.config_is_right
-    assert report.best.wiring == stated
+    assert report.best.wiring == mtp.STATED_WIRING
     assert "output state" in f"{report}"
 
 
@@ -187,9 +180,7 @@ def test_another_recorded_wiring_is_another_fingerprint(tmp_path: Path) -> None:
     folder = write_mtp(tmp_path / "target", "llama")
     before = DraftHead("", "mtp", folder).features_fingerprint()
     assert DraftHead("", "mtp", folder).features_fingerprint() == before
-    config = json.loads(Path(folder, "config.json").read_text())
-    config["eyas"] = {"aux_hidden_state_layers": [LAYERS], "norm_before_residual": False, "output": "normed"}
-    Path(folder, "config.json").write_text(json.dumps(config))
+    change_config(folder, eyas={"aux_hidden_state_layers": [LAYERS], "norm_before_residual": False, "output": "normed"})
     assert DraftHead("", "mtp", folder).features_fingerprint() != before
 
 
@@ -197,7 +188,6 @@ def test_the_default_is_the_module_of_the_targets_own_files(tmp_path: Path, capl
     caplog.set_level(logging.INFO)
     own = write_mtp(tmp_path / "a", "glm4_moe")
     without = write_mtp(tmp_path / "b", "glm4_moe", modules=False)
-    named = "none"
     assert DraftHead("", "", own, has_default=True).method == "mtp"
     assert "drafts come from its own module" in caplog.text
     assert DraftHead("", "", without, has_default=True).method == "none"
@@ -205,10 +195,9 @@ def test_the_default_is_the_module_of_the_targets_own_files(tmp_path: Path, capl
     edit(without, **{"model.mtp.layers.0.input_proj.weight": torch.ones(2)})
     assert DraftHead("", "", without, has_default=True).method == "none"
     assert "hold them in a layout that Eyas does not know, model.mtp.layers.0.input_proj.weight; it is" in caplog.text
-    assert DraftHead("", named, own, has_default=True).method == "none"
+    assert DraftHead("", "none", own, has_default=True).method == "none"
     assert DraftHead("", "", own).method == "none"
-    config = json.loads(Path(own, "config.json").read_text())
-    Path(own, "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    change_config(own, quantization_config={"quant_method": "fp8"})
     assert DraftHead("", "", own, has_default=True).method == "none"
     assert "weights quantised by fp8" in caplog.text
 

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,22 @@ ROWS = 20  # more than the sliding windows
 
 
 DAILY = ("llama-3", "qwen-3", "phi-3", "gemma-3")  # the others' parts are in these too
+
+
+needs_fbgemm = pytest.mark.skipif(
+    not (find_spec("numba") and has_fbgemm()), reason="numba is not installed, or this torch was built without FBGEMM"
+)
+
+
+@pytest.fixture
+def layer_kernels() -> Any:
+    """Those of Triton; without a GPU they run in its interpreter."""
+    return pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
+
+
+@pytest.fixture
+def sharing() -> Any:
+    return pytest.importorskip("eyas.kernels.cpu.sharing", reason="numba is not installed")
 
 
 @pytest.fixture(params=tiered(FUSED, DAILY))
@@ -165,6 +182,7 @@ def test_processes_take_turns_to_compile_kernels() -> None:
         thread.join()
 
 
+@needs_fbgemm
 @pytest.mark.parametrize(
     ("name", "weights"),
     [
@@ -177,9 +195,6 @@ def test_layers_in_one_kernel_equal_those_run_apart(
     name: str, weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """weights: as they are stored. Of mixed ones, every other product has float32."""
-    pytest.importorskip("numba")
-    if not has_fbgemm():
-        pytest.skip("this torch was built without FBGEMM")
     kind, settings = FAMILIES[name]  # no bias of an output projection, which no kernel adds
     folder = write_model(tmp_path, config_of(kind, **settings | {"attention_bias": False}), torch.bfloat16)
     is_half = itertools.cycle([weights == "half", weights != "float"])
@@ -221,10 +236,8 @@ class LateHelpers:
         kernel(*arguments, tickets, self.num_threads)
 
 
+@needs_fbgemm
 def test_threads_that_come_late_change_nothing() -> None:
-    pytest.importorskip("numba")
-    if not has_fbgemm():
-        pytest.skip("this torch was built without FBGEMM")
     target = load_target("models/demo/target", aux_hidden_state_layers=(0, 5))
     decoder = target.model.get_decoder().forward.__self__
     alone = run(target)
@@ -234,8 +247,7 @@ def test_threads_that_come_late_change_nothing() -> None:
     assert torch.equal(alone.aux_hidden_states, late.aux_hidden_states)
 
 
-def test_threads_end_with_what_they_help() -> None:
-    sharing = pytest.importorskip("eyas.kernels.cpu.sharing", reason="numba is not installed")
+def test_threads_end_with_what_they_help(sharing: Any) -> None:
     before = set(threading.enumerate())
     helpers = sharing.Helpers(2)
     mine = set(threading.enumerate()) - before
@@ -245,8 +257,7 @@ def test_threads_end_with_what_they_help() -> None:
         thread.join()
 
 
-def test_a_helper_that_does_not_come_keeps_one_call() -> None:
-    sharing = pytest.importorskip("eyas.kernels.cpu.sharing", reason="numba is not installed")
+def test_a_helper_that_does_not_come_keeps_one_call(sharing: Any) -> None:
     helpers, caller, arrays = sharing.Helpers(1), threading.current_thread(), list[weakref.ref[np.ndarray]]()
     has_come, may_go = threading.Event(), threading.Event()
 
@@ -267,9 +278,8 @@ def test_a_helper_that_does_not_come_keeps_one_call() -> None:
 
 
 @pytest.mark.parametrize("fails_here", [False, True])
-def test_a_thread_that_fails_ends_the_pass_of_all(fails_here: bool) -> None:
+def test_a_thread_that_fails_ends_the_pass_of_all(sharing: Any, fails_here: bool) -> None:
     """Both threads take a part, one fails with it, and the other one waits for both parts."""
-    sharing = pytest.importorskip("eyas.kernels.cpu.sharing", reason="numba is not installed")
     helpers, caller, both = sharing.Helpers(1), threading.current_thread(), threading.Barrier(2)
     passed, tickets = list[int](), np.zeros(2 * sharing.PHASE_SIZE, np.int64)
 
@@ -333,10 +343,8 @@ def test_cores_are_at_most_the_quota(quota: str, most: int | None, tmp_path: Pat
     assert process.num_cores() == (allowed if most is None else min(allowed, most))
 
 
+@needs_fbgemm
 def test_a_tree_gets_the_bits_of_plain_decoding() -> None:
-    pytest.importorskip("numba")
-    if not has_fbgemm():
-        pytest.skip("this torch was built without FBGEMM")
     target, tokens, length = load_target("models/demo/target"), 5 + np.arange(40) * 37 % 900, 30
     kv_cache, rows, none = target.new_kv_cache(64), np.arange(40), np.zeros(0, dtype=np.int64)
     prompt = Segment(tokens[:length], rows[:length], rows[:length], none, None, none)
@@ -357,10 +365,8 @@ def test_a_tree_gets_the_bits_of_plain_decoding() -> None:
     assert torch.equal(together[[0, 1, 3, 5]], torch.stack(plain))
 
 
+@needs_fbgemm
 def test_a_neighbours_prompt_changes_no_bits() -> None:
-    pytest.importorskip("numba")
-    if not has_fbgemm():
-        pytest.skip("this torch was built without FBGEMM")
     target, none = load_target("models/demo/target"), np.zeros(0, dtype=np.int64)
     step, prompt, other = (
         Segment(5 + rows * 37 % 900, rows, start + rows, none, None, rows)
@@ -377,8 +383,9 @@ DAILY_ON_GPUS = ("qwen-3", "mixtral", "gemma-2", "e2b")  # the others' parts are
 @pytest.mark.parametrize(
     "name", tiered((*DAILY_ON_GPUS, "qwen-2", "phi-3", "qwen-3-moe", "dense", "experts"), DAILY_ON_GPUS)
 )
-def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
+def test_layers_with_kernels_equal_those_of_transformers(
+    layer_kernels: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("eyas.models.loading.optimize_for_cpu", lambda *_: None)  # weights stay plain, as on a GPU
     if name in GEMMA_4:
         target = gemma_4(name, tmp_path)
@@ -396,8 +403,7 @@ def test_layers_with_kernels_equal_those_of_transformers(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("adds_one", [False, True])
 @pytest.mark.parametrize("width", [96, 2048])
-def test_the_norm_kernel_equals_plain_operations(width: int, adds_one: bool) -> None:
-    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
+def test_the_norm_kernel_equals_plain_operations(layer_kernels: Any, width: int, adds_one: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden, delta = torch.randn(2, 1, 3, width, generator=generator)
     norm, inner = (RMSNorm(torch.randn(width, generator=generator), 1e-5, adds_one) for _ in range(2))
@@ -425,8 +431,7 @@ def test_the_kernel_of_rotary_tables_equals_transformers(name: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_the_rotary_kernel_equals_plain_operations(has_norm: bool) -> None:
-    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
+def test_the_rotary_kernel_equals_plain_operations(layer_kernels: Any, has_norm: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(6, 80, generator=generator)
     heads = HeadLayout(4, 2, 80, RMSNorm(weight, 1e-5, False) if has_norm else None)
@@ -440,8 +445,7 @@ def test_the_rotary_kernel_equals_plain_operations(has_norm: bool) -> None:
     torch.testing.assert_close(caches[0], caches[1], rtol=1e-5, atol=1e-5)
 
 
-def test_a_draft_layer_with_kernels_equals_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
+def test_a_draft_layer_with_kernels_equals_plain_operations(layer_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, generator = LayerSizes(32, 48, 4, 2, 8, 1e-5), torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in layer_shapes(sizes, 64).items()}
     layer, inputs = DraftLayer(sizes, weights), torch.randn(3, 64, generator=generator)
@@ -457,8 +461,7 @@ def test_a_draft_layer_with_kernels_equals_plain_operations(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-def test_the_gate_kernel_equals_plain_operations(activation: str) -> None:
-    layer_kernels = pytest.importorskip("eyas.kernels.cuda.layers", reason="triton is not installed")
+def test_the_gate_kernel_equals_plain_operations(layer_kernels: Any, activation: str) -> None:
     gate_up = 3 * torch.randn(1, 2, 2 * 1500, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(
         layer_kernels.gate(gate_up, activation), plain_layers.gate(gate_up.clone(), activation), rtol=1e-5, atol=1e-5

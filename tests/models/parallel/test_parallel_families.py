@@ -28,6 +28,7 @@ from eyas.models.loading import load_target
 from eyas.models.parallel.shards import Shard, shard_model
 from eyas.models.parallel.workers import RankInfo, Worker, start_workers
 from eyas.models.target import TargetModel
+from tests.models.layers.test_fused import is_fused
 
 SIZES = {
     "vocab_size": 49, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -57,10 +58,6 @@ def logits_of(target: TargetModel) -> Tensor:
     kv_cache = KVCache(16, target.kv_shapes, 0, target.dtype, target.device)
     logits = target.forward(pack([segment], target.device), kv_cache).logits
     return target.shared_vocabulary.collect([segment], logits).logits if target.shared_vocabulary else logits
-
-
-def is_fused(target: TargetModel) -> bool:
-    return "forward" in vars(target.model.get_decoder().layers[0])
 
 
 def num_weights(target: TargetModel) -> int:

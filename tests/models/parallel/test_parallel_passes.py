@@ -42,6 +42,7 @@ from eyas.models.parallel.commands import CommandDecoder, CommandEncoder, InitKV
 from eyas.models.parallel.shards import Exchanges, Shard, weightless
 from eyas.models.parallel.workers import RankInfo, TargetWorkers, start_workers
 from eyas.models.target import TargetModel, TargetOutput
+from tests.engine.test_out_of_memory import no_memory
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.random_passes import Heads, make_kv_cache, passes, scaling_of
 from tests.support.runs import assert_plain, run
@@ -157,10 +158,6 @@ def test_an_exchange_without_memory_is_made_up_for(gathers: bool, monkeypatch: p
     assert exchanges.can_finish
     exchanges.finish(torch.device("cpu"))
     assert calls == whole
-
-
-def no_memory(*args: object, **named: object) -> torch.Tensor:
-    raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize("is_known", [True, False])
