@@ -301,6 +301,7 @@ def test_what_cannot_be_read_is_refused(name: str, target: Path, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly  # another process, which imports torch
 def test_what_a_process_refuses_is_an_error_here(target: Path, tmp_path: Path) -> None:
     file = write_gguf(target, tmp_path / "tiny.gguf")
     damage_kind(file)

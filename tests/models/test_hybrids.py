@@ -26,7 +26,7 @@ from tests.models.test_more_families import NODES, SLOTS, TREE
 from tests.models.test_target import expected, make_kv_cache, run, segment
 from tests.support.families import config_of, write_model
 from tests.support.family_configs import HYBRIDS
-from tests.support.tiers import tiered
+from tests.support.tiers import nightly, tiered
 from tests.support.tiny import fixed_config
 
 PROMPT = np.random.default_rng(3).integers(3, 48, 150).tolist()
@@ -101,14 +101,14 @@ def check_nodes(logits: torch.Tensor, folder: str, tokens: Sequence[int]) -> Non
         torch.testing.assert_close(logits[list(path)], whole, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("sizes", [(1, 3, 63, 64, 19), (65, 2, 83)])
+@pytest.mark.parametrize("sizes", [(1, 3, 63, 64, 19), nightly((65, 2, 83))])
 def test_chunks_of_any_size_equal_one_pass(sizes: tuple[int, ...], target: TargetModel, folder: str) -> None:
     sequence = Turns(target, PROMPT)
     found = torch.cat([sequence.prompt(size) for size in sizes])
     torch.testing.assert_close(found, expected(folder, PROMPT), atol=4e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("paths", [[NODES.path(5), NODES.path(6)], [(0,), (0,), NODES.path(1)], [NODES.path(2), (0,)]])
+@pytest.mark.parametrize("paths", [[NODES.path(5), (0,), NODES.path(6)], nightly([(0,), (0,), NODES.path(1)])])
 def test_trees_follow_the_accepted_path(paths: list[tuple[int, ...]], target: TargetModel, folder: str) -> None:
     sequence = Turns(target, PROMPT[:40])
     sequence.prompt(40)
@@ -189,6 +189,7 @@ def nothing_accepted(monkeypatch: pytest.MonkeyPatch, sequence: Turns) -> None:
     sequence.pending = NO_ROWS
 
 
+@pytest.mark.parametrize("folder", tiered(DAILY, ("qwen3_5_text",)), indirect=True)
 @pytest.mark.parametrize("mistake", [wrong_parent, order_of_rows, state_of_the_last_row, nothing_accepted])
 def test_mistakes_show_in_the_logits(
     mistake: Any, target: TargetModel, folder: str, monkeypatch: pytest.MonkeyPatch

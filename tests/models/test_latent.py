@@ -46,8 +46,7 @@ def test_a_slot_holds_one_latent_of_each_attention(kind: str, tmp_path: Path) ->
     assert "latent attention" in why_no_kernel(target)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("elements", [1, 1 << 25])
+@pytest.mark.parametrize(("kind", "elements"), [(KINDS[0], 1), (KINDS[1], 1 << 25), (KINDS[2], 1)])
 def test_expanded_keys_equal_absorbed_queries(
     kind: str, elements: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,8 +26,13 @@ def num_bytes(target: TargetModel) -> int:
     return sum({tensor.data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "llama-3", "gemma-2", "gemma-3", "qwen-3", "phi-3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama-tied", "float32"), ("llama-3", "bfloat16"), ("gemma-2", "float32"), ("gemma-3", "bfloat16"),
+        ("qwen-3", "float32"), ("phi-3", "bfloat16"),
+    ],
+)  # fmt: skip
 def test_rows_of_an_embedding_are_those_of_the_checkpoint(name: str, dtype: str, tmp_path: Path) -> None:
     """Also where a family multiplies them by a number, which bfloat16 would round."""
     folder = write_half(tmp_path, name)

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from eyas.errors import CheckpointError
 from eyas.models.loading import load_target
 from tests.support.families import config_of, write_model
-from tests.support.tiers import nightly
+from tests.support.tiers import nightly, tiered
 
 LAST = 2
 
@@ -60,7 +60,7 @@ def mix_rows(monkeypatch: pytest.MonkeyPatch, mix: Callable[[Tensor, Tensor], Te
     monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
 
 
-@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("mix", tiered(MIXES, ("faint mean", "convolution", "recurrence of each segment")))
 @pytest.mark.parametrize("dtype", [nightly("float32"), "bfloat16"])
 def test_layers_that_mix_rows_are_refused(mix: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_model(tmp_path, config_of("llama"))

@@ -51,7 +51,7 @@ DAILY = (
     "olmo", "opt", "phimoe", "qwen2_moe", "smollm3", "stablelm", "vaultgemma",
 )  # fmt: skip
 DAILY_DRAFTED = (
-    "gemma-4-e2b", "gpt-2", "hunyuan-moe", "qwen-2", "rope-dynamic", "gpt_oss", "laguna", "mimo_v2_flash", "nemotron",
+    "gemma-4-e2b", "gpt-2", "gpt_oss", "laguna", "mimo_v2_flash", "nemotron",
 )  # fmt: skip
 DAILY_WRAPPED = ("gemma3", "mistral3", "qwen3_5", "qwen3_vl", "step3p7")
 DAILY_RANKS = ("cohere", "gemma3n_text", "glm4_moe", "gpt_oss", "mimo_v2_flash", "nemotron")

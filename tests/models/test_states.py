@@ -13,6 +13,7 @@ from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.models.inputs import Segment
 from eyas.models.loading import load_target
 from tests.support.families import FAMILIES, config_of, write_model
+from tests.support.tiers import tiered
 
 FUSED = ("llama-3", "rope-yarn", "qwen-2", "qwen-3", "phi-3", "gemma-2", "gemma-3")
 ROWS = 20
@@ -25,7 +26,7 @@ def kernels() -> None:
         pytest.skip("this torch was built without FBGEMM")
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", tiered(FUSED, ("llama-3", "qwen-3", "phi-3", "gemma-3")))
 def test_a_pass_keeps_states_beside_its_keys(name: str, tmp_path: Path) -> None:
     """In the slots of the rows, whatever their order, as hooks see them."""
     kind, settings = FAMILIES[name]

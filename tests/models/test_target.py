@@ -45,7 +45,7 @@ def target(tiny_target: str) -> TargetModel:
     return load_target(tiny_target)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(batch=st.lists(trees(vocab_size=48), min_size=1, max_size=4), seed=st.integers(0, 1000))
 def test_every_tree_node_equals_its_path_run_as_a_sequence(
     target: TargetModel, tiny_target: str, batch: list[DraftTree], seed: int
