@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from eyas.services.local.cluster import free_port
+from tests.e2e.test_serve import is_open
 from tests.support.services.forks import Popen
 from tests.support.tiers import nightly
 
@@ -56,11 +56,6 @@ def ports_of(process: "subprocess.Popen[str]") -> list[int]:
     return [int(port) for port in READY.findall(output)]
 
 
-def is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def until_closed(ports: list[int]) -> None:
     deadline = time.monotonic() + 60
     while any(map(is_open, ports)) and time.monotonic() < deadline:
@@ -79,16 +74,6 @@ def test_the_demo_outputs_are_equal_and_no_process_is_left(tmp_path: Path) -> No
     assert "speedup" in output
     assert not any(map(is_open, map(int, READY.findall(output))))
     assert not list(tmp_path.glob("eyas-*"))
-
-
-@pytest.mark.nightly
-def test_the_demo_fails_with_the_reason_when_a_service_does(tmp_path: Path) -> None:
-    (tmp_path / "headless").mkdir()
-    with local(tmp_path, "--set", f"draft.draft_model={tmp_path}/headless") as process:
-        _, errors = process.communicate(timeout=250)
-    assert process.returncode == 1
-    assert "draft ended with status 2" in errors
-    assert f"{tmp_path}/headless" in errors
 
 
 @pytest.mark.nightly

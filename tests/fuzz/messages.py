@@ -174,7 +174,7 @@ def _scalar(field: FieldDescriptor, rng: random.Random) -> Chunk:
     if field.type == FieldDescriptor.TYPE_STRING:
         return Chunk(field.number, LENGTH, _text(rng))
     if field.type == FieldDescriptor.TYPE_BYTES:
-        return Chunk(field.number, LENGTH, _some_bytes(rng, rng.choice((0, 1, 3, 4, 31, 32, 128, 1000))))
+        return Chunk(field.number, LENGTH, rng.randbytes(rng.choice((0, 1, 3, 4, 31, 32, 128, 1000))))
     return Chunk(field.number, VARINT, varint(_int(rng)))
 
 
@@ -209,10 +209,6 @@ def _unknown(rng: random.Random) -> Chunk:
     return Chunk(number, LENGTH, _text(rng)) if rng.random() < 0.5 else Chunk(number, VARINT, varint(_int(rng)))
 
 
-def _some_bytes(rng: random.Random, length: int) -> bytes:
-    return rng.randbytes(length)
-
-
 def _garbled(data: bytes, rng: random.Random) -> bytes:
     """Bytes that may not be a message: cut, flipped, with some inserted, doubled, or random ones."""
     place = rng.randrange(len(data) + 1)
@@ -223,9 +219,9 @@ def _garbled(data: bytes, rng: random.Random) -> bytes:
         place = rng.randrange(len(data))
         return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
     if what == 2:
-        return data[:place] + _some_bytes(rng, rng.randrange(1, 9)) + data[place:]
+        return data[:place] + rng.randbytes(rng.randrange(1, 9)) + data[place:]
     if what == 3:
         return data + data
     if what == 4:
         return data[:place] + bytes(rng.randrange(1, 9)) + data[place:]
-    return _some_bytes(rng, rng.randrange(64))
+    return rng.randbytes(rng.randrange(64))

@@ -1,6 +1,7 @@
 """How the work of the router's listeners grows with what a client sends before its request is understood."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -14,12 +15,11 @@ from eyas.config import LimitsConfig
 from eyas.errors import InvalidRequest, UnknownModel
 from eyas.rpc.admission import Admission, address_of, check_num_fields
 from eyas.rpc.fair_share import FairLimit
+from eyas.services.local.batch import read_requests
 from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.http.connection import READ_BYTES, HttpConnection
 from eyas.services.router.http.errors import error_bytes, error_response
 from eyas.services.router.http.turns import Turns
-from eyas.telemetry.logging import escaped
-from eyas.telemetry.tracing import trace_pairs
 from eyas.v1 import generation_pb2
 from tests.growth.growth import Reader, check_growth, label, pairs
 
@@ -117,6 +117,13 @@ TEXTS: Mapping[str, Callable[[int], str]] = {
     "colons": lambda n: "ipv6:" + ":" * n,
     "percents": lambda n: "ipv4:" + "%3A" * (n // 3),
 }
+LINES: Mapping[str, Callable[[int], list[str]]] = {
+    "ids of their own": lambda n: [line(f"r{number}") for number in range(n)],
+    "one id": lambda n: [line("r")] * n,
+    "no JSON": lambda n: ["{" * 20] * n,
+    "one long line": lambda n: [line("r" * n)],
+    "deep": lambda n: ["[" * n],
+}
 MESSAGES: Mapping[str, Callable[[int], bytes]] = {
     "fields": lambda n: b"\x08\x01" * (n // 2),
     "messages": lambda n: b"\x32\x00" * (n // 2),
@@ -125,6 +132,12 @@ MESSAGES: Mapping[str, Callable[[int], bytes]] = {
     "long numbers": lambda n: b"\x08" + b"\xff" * n,
     "text": lambda n: b"\x22\xff\xff\xff\x07" + b"a" * n,
 }
+
+
+def line(name: str) -> str:
+    """A line of a batch."""
+    request = {"method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+    return json.dumps({"custom_id": name, **request})
 
 
 def nested(num_bytes: int) -> bytes:
@@ -176,7 +189,6 @@ READERS = (
     ),
     Reader("ApiKeys.access", KEYS.access, HEADERS, HEADER_BYTES, on_loop=True),
     Reader("Headers.items", lambda headers: list(Headers(dict(headers)).items()), HEADERS, HEADER_BYTES, on_loop=True),
-    Reader("trace_pairs", trace_pairs, HEADERS, HEADER_BYTES, on_loop=True),
     Reader(
         "Admission.callers",
         lambda text: Admission(LIMITS, has_keys=True).callers({"authorization": text}, text),
@@ -186,7 +198,6 @@ READERS = (
     ),
     Reader("address_of", address_of, TEXTS, HEADER_BYTES, on_loop=True),
     Reader("FairLimit", many_callers, {"addresses": lambda n: n}, LIMITS.max_connections, on_loop=True),
-    Reader("escaped", escaped, TEXTS, HEADER_BYTES, on_loop=True),
     Reader("match of a path", match_path, TEXTS, HEADER_BYTES, on_loop=True),
     Reader("error_bytes", lambda text: error_bytes(400, text, text), TEXTS, HEADER_BYTES, on_loop=True),
     Reader(
@@ -195,6 +206,7 @@ READERS = (
     Reader(
         "error_response, model", lambda text: error_response(UnknownModel(text), SCOPE), TEXTS, HEADER_BYTES, on_loop=True
     ),
+    Reader("read_requests", lambda lines: list(read_requests(lines)), LINES, 2**15),
     Reader(
         "check_num_fields",
         lambda data: check_num_fields(data, GENERATE, LIMITS.max_request_values),

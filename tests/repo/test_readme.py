@@ -21,6 +21,7 @@ LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)[^)]*\)")
 TARGET = re.compile(r"^([a-z-]+):", re.MULTILINE)
 SHELLS = {"", "sh", "bash", "console", "shell"}
 TOOLS = ("make ", "eyas ")
+PAST = ("docs/decisions/", "docs/lab-notes/", "benchmarks/", "CHANGELOG")
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PYTHON_PAGES = ("README.md", "docs/quickstart.md", "docs/migrating.md", "docs/python.md", "docs/structured-outputs.md")
@@ -36,31 +37,21 @@ def commands() -> Iterator[list[str]]:
                 yield shlex.split(line.removeprefix(".venv/bin/"), comments=True)
 
 
-def commands_of_docs() -> list[tuple[str, list[str]]]:
-    """Page and words of every command of the pages below docs, in blocks of either kind."""
-    pages = [path for path in files() if path.suffix == ".md" and path.parent == ROOT / "docs"]
+def commands_of_pages() -> list[tuple[str, list[str]]]:
+    """Page and words of every command of eyas, in blocks of either kind; pages of the past are left out."""
+    pages = [path for path in files() if path.suffix == ".md" and not name(path).startswith(PAST)]
     texts = {name(page): page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages}
     return [(page, shlex.split(line, comments=True)) for page, text in texts.items() for line in COMMAND.findall(text)]
 
 
-def commands_of(tool: str) -> list[list[str]]:
-    return [words for words in commands() if words[0] == tool]
-
-
 def test_readme_shows_the_two_commands() -> None:
-    assert ["make", "demo"] in commands_of("make")
-    assert any(words[1] == "serve" for words in commands_of("eyas"))
+    assert ["make", "demo"] in commands()
+    assert any(words[:2] == ["eyas", "serve"] for words in commands())
 
 
 def test_make_targets_of_the_readme_exist() -> None:
-    asked = {word for words in commands_of("make") for word in words[1:] if "=" not in word and not word.startswith("-")}
+    asked = {word for tool, *words in commands() if tool == "make" for word in words if not re.search("=|^-", word)}
     assert asked <= set(TARGET.findall(MAKEFILE))
-
-
-def test_configs_in_commands_of_the_readme_exist() -> None:
-    assert not [
-        word for words in commands_of("eyas") for word in words if word.endswith(".yaml") and not (ROOT / word).is_file()
-    ]
 
 
 def misread(words: list[str]) -> str:
@@ -74,13 +65,14 @@ def misread(words: list[str]) -> str:
 
 
 def test_eyas_commands_of_the_pages_parse() -> None:
-    found = [("README.md", words[1:]) for words in commands_of("eyas")] + commands_of_docs()
+    found = commands_of_pages()
+    assert len(found) > 20
     assert len({page for page, _ in found}) > 3
     assert not [f"{page}: eyas {shlex.join(words)}: {error}" for page, words in found if (error := misread(words))]
 
 
-def test_files_in_commands_of_the_docs_exist() -> None:
-    words = [(page, word) for page, line in commands_of_docs() for word in line]
+def test_files_in_commands_of_the_pages_exist() -> None:
+    words = [(page, word) for page, line in commands_of_pages() for word in line]
     paths = [(page, word) for page, word in words if word.startswith(("examples/", "models/demo/"))]
     assert len(paths) > 5
     assert not [f"{page}: {word}" for page, word in paths if not (ROOT / word).exists()]

@@ -2,13 +2,11 @@
 
 import posixpath
 import re
-import shlex
 from collections.abc import Iterator
 
 import pytest
 
 from docs.site.__main__ import CONFIG, LINK, main, pages, pictures
-from docs.site.reference import commands
 from tests.support.repository import ROOT
 
 LISTED = ("docs/decisions/", "docs/lab-notes/", "benchmarks/results/")
@@ -37,30 +35,6 @@ def test_the_reference_names_routes_messages_and_options() -> None:
     assert "`POST /v1/chat/completions` | [ChatBody](#chatbody)" in pages()["docs/http-schema.md"]
     assert "| `Speculate` | stream of [SpeculateRequest](#speculaterequest)" in pages()["protos/eyas/v1/README.md"]
     assert "| `--draft-model` |" in pages()["docs/command-line.md"].partition("## eyas serve\n")[2].partition("## ")[0]
-
-
-def eyas_commands() -> Iterator[tuple[str, str]]:
-    """Page and text of every command of eyas in a block of code, in one line; pages of the past are left out."""
-    for page, text in pages().items():
-        if page.startswith(("docs/decisions/", "benchmarks/", "docs/lab-notes/", "docs/command-line", "CHANGELOG")):
-            continue
-        for command in re.findall(r"^(?: {4})?(?:\.venv/bin/)?(eyas .*)$", text.replace("\\\n", " "), re.MULTILINE):
-            yield page, command
-
-
-def test_options_of_commands_on_the_pages_exist() -> None:
-    known = {path: {option for parameter in command.params for option in parameter.opts} for path, command in commands()}
-    checked, wrong = 0, []
-    for page, line in eyas_commands():
-        words = shlex.split(line, comments=True)
-        path = next((p for n in (3, 2) if (p := " ".join(words[:n])) in known), None)
-        if path is None:
-            continue  # prose, or `eyas --help`
-        checked += 1
-        options = {word.partition("=")[0] for word in words if word.startswith("--")}
-        wrong += [f"{page}: {path} {option}" for option in sorted(options - known[path] - {"--help"})]
-    assert checked > 20
-    assert not wrong
 
 
 @pytest.mark.nightly

@@ -92,17 +92,15 @@ def test_a_refused_request_is_a_failed_span_and_counts(run: Watched) -> None:
     assert 'status="INVALID_ARGUMENT"' in run.metrics["router"]
 
 
-@pytest.mark.parametrize("where", [*dict(dashboard_queries()), *(rule["alert"] for rule in alert_rules())])
-def test_metrics_of_dashboards_and_alerts_exist_after_a_run(run: Watched, where: str) -> None:
+def test_metrics_of_dashboards_and_alerts_exist_after_a_run(run: Watched) -> None:
     there = {
         sample.name
         for text in run.metrics.values()
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    queries = [query for place, query in dashboard_queries() if place == where]
-    queries += [rule["expr"] for rule in alert_rules() if rule["alert"] == where]
-    assert not {name for query in queries for name in names(query)} - there
+    queries = [*dashboard_queries(), *((rule["alert"], rule["expr"]) for rule in alert_rules())]
+    assert not {where: missing for where, query in queries if (missing := names(query) - there)}
 
 
 def test_a_real_prometheus_answers_every_query(run: Watched) -> None:
@@ -113,20 +111,6 @@ def test_a_real_prometheus_answers_every_query(run: Watched) -> None:
     assert not {rule["alert"] for rule in alert_rules() if run.results[rule["expr"]]}, "alerts fire in a healthy run"
 
 
-def test_counts_agree_with_the_tokens(run: Watched) -> None:
-    values = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in text_string_to_metric_families(run.metrics["verifier"])
-        for sample in family.samples
-    }
-    rounds = values["eyas_verifier_verify_steps_total", "tree"] + values["eyas_verifier_verify_steps_total", "plain"]
-    accepted = values["vllm:spec_decode_num_accepted_tokens_total", "demo"]
-    assert values["eyas_verifier_verify_step_tokens_total",] == rounds + accepted
-    depths = [value for (name, *_), value in values.items() if name == "vllm:spec_decode_num_accepted_tokens_per_pos_total"]
-    assert sum(depths) == accepted > 0
-    assert values["vllm:spec_decode_num_drafts_total", "demo"] == values["eyas_verifier_verify_steps_total", "tree"]
-
-
 def test_histograms_have_trace_exemplars(run: Watched) -> None:
     families = text_string_to_metric_families(run.metrics["router"])
     exemplars = [sample.exemplar for family in families for sample in family.samples if sample.exemplar]
@@ -134,14 +118,6 @@ def test_histograms_have_trace_exemplars(run: Watched) -> None:
     assert {exemplar.labels["trace_id"] for exemplar in exemplars} <= {
         span.span.trace_id.hex() for span in run.collector.spans
     }
-
-
-def test_log_lines_are_json_and_join_the_trace(run: Watched) -> None:
-    lines = {name: [json.loads(line) for line in lines if line.startswith("{")] for name, lines in run.logs.items()}
-    assert all(lines.values())
-    [ended] = [line for line in lines["router"] if line.get("request_id") == "drafted"]
-    assert (ended["trace_id"], ended["status"], ended["level"]) == (TRACE_ID, "OK", "INFO")
-    assert ended["span_id"] == named(run.collector.trace(TRACE_ID), "text_completion demo").span.span_id.hex()
 
 
 def test_prompts_are_not_logged(run: Watched) -> None:
