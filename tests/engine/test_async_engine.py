@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
+from itertools import count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from eyas.services.discovery.base import cancel_task
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration
 from eyas.services.verifier.__main__ import watch_steps
 from eyas.services.verifier.servicer import announced_load
-from tests.support.runs import tokens_of
+from tests.support.runs import moved, tokens_of
 from tests.support.services.scripted_verifier import until
 from tests.support.tiny import fixed_config
 
@@ -51,14 +51,14 @@ def target() -> TargetModel:
     return load_target("models/demo/target", "float32", "cpu", ())
 
 
-def engine_of(target: TargetModel, failures: int = 0, **limits: int) -> Engine:
-    """An engine whose first `failures` steps break."""
+def engine_of(target: TargetModel, are_broken: Iterable[bool] = (), **limits: int) -> Engine:
+    """An engine of which each of the first steps breaks, or does not."""
     config = fixed_config(max_kv_tokens=1024, max_queued_requests=4, **limits)
     engine = assemble_engine(target, None, config, TreeConfig(num_steps=5), None)
-    step, broken = engine.step, iter(range(failures))
+    step, is_broken = engine.step, iter(are_broken)
 
     def failing(meanwhile: Callable[[], None]) -> list[Chunk]:
-        if next(broken, None) is not None:
+        if next(is_broken, False):
             raise ZeroDivisionError("a step that breaks")
         return step(meanwhile)
 
@@ -107,10 +107,8 @@ async def test_output_that_is_not_read_is_bounded(target: TargetModel) -> None:
     tokens = tokens_of(kept)
     assert tokens == whole[: len(tokens)]
     assert 1 < len(tokens) < len(whole)
-    rest = replace(request, id="rest", prompt_ids=(*PROMPT, *tokens), num_emitted=len(tokens))
-    rest = replace(rest, sampling=replace(request.sampling, max_tokens=48 - len(tokens)))
     async with unbounded() as loop:
-        assert tokens + tokens_of(await collect(loop, rest)) == whole
+        assert tokens + tokens_of(await collect(loop, moved(replace(request, id="rest"), tokens))) == whole
 
 
 async def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) -> None:
@@ -138,17 +136,7 @@ async def test_a_cancelled_request_ends_with_the_next_step(target: TargetModel) 
 
 
 async def test_a_step_that_fails_spares_the_requests_that_wait(target: TargetModel) -> None:
-    engine = engine_of(target, max_num_seqs=1)
-    step = engine.step
-    is_broken = iter([False, True])
-
-    def failing(meanwhile: Callable[[], None]) -> list[Chunk]:
-        if next(is_broken, False):
-            raise ZeroDivisionError("a step that breaks")
-        return step(meanwhile)
-
-    engine.step = failing  # type: ignore[method-assign]
-    async with running(engine) as loop:
+    async with running(engine_of(target, [False, True], max_num_seqs=1)) as loop:
         first, second = await asyncio.gather(collect(loop, request_of("a")), collect(loop, request_of("b")))
     assert first[-1].finish_reason == "error"
     assert second[-1].finish_reason == "length"
@@ -173,7 +161,7 @@ async def test_a_step_that_fails_fails_its_requests_and_no_later_one(
     target: TargetModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        async with running(engine_of(target, failures=1)) as loop:
+        async with running(engine_of(target, [True])) as loop:
             chunks = await collect(loop, request_of("unlucky"))
             assert (chunks[-1].finish_reason, "see the verifier's log" in chunks[-1].message) == ("error", True)
             assert len(tokens_of(await collect(loop, request_of("lucky")))) == 12
@@ -182,7 +170,7 @@ async def test_a_step_that_fails_fails_its_requests_and_no_later_one(
 
 async def test_an_engine_that_cannot_recover_ends_its_owner(target: TargetModel, caplog: pytest.LogCaptureFixture) -> None:
     async def own() -> None:
-        async with AsyncEngine(engine_of(target, failures=1000)) as loop:
+        async with AsyncEngine(engine_of(target, repeat(True))) as loop:
             chunks = await collect(loop, request_of("unlucky"))
             assert chunks[-1].finish_reason == "error"
             await asyncio.sleep(60)
@@ -234,10 +222,8 @@ async def test_no_request_waits_for_chunks_that_telemetry_failed_on(
     """It fails while the next pass runs: one request has ended in the step before, or neither has."""
     flat("test", verify=10.0).write(tmp_path / "costs.json")
     config = fixed_config(max_kv_tokens=1024, emulated_device=str(tmp_path / "costs.json"))
-    engine, num_reports = (
-        assemble_engine(target, None, config, TreeConfig(num_steps=5), None, clock=VirtualClock()),
-        count(1),
-    )
+    engine = assemble_engine(target, None, config, TreeConfig(num_steps=5), None, clock=VirtualClock())
+    num_reports = count(1)
 
     def failing(report: StepReport, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         if next(num_reports) == failing_at:

@@ -22,7 +22,7 @@ from eyas.sampling.logit_rules import LogitRules
 from tests.engine.test_equality import TREE, make_drafter, make_engine, prompts
 from tests.support import reference
 from tests.support.bad_drafters import KnowingDrafter
-from tests.support.runs import assert_plain, outputs_of, run, stats_of, tokens_of
+from tests.support.runs import assert_plain, moved, outputs_of, run, stats_of, tokens_of
 from tests.support.strategies import trees
 from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config, shared_target
@@ -166,10 +166,8 @@ def test_a_request_continues_exactly_on_another_engine(kind: str, tiny_target: s
     request = Request("whole", tuple(prompts(1, seed=9)[0]), replace(STEERED[kind], seed=77))
     whole = expected_of(tiny_target, request)
     done = len(whole) // 2
-    sampling = replace(request.sampling, max_tokens=24 - done, min_tokens=max(request.sampling.min_tokens - done, 0))
-    moved = Request("moved", (*request.prompt_ids, *whole[:done]), sampling, num_emitted=done)
     engine = make_engine(make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head)
-    assert tokens_of(run(engine, [moved])["moved"]) == whole[done:]
+    assert tokens_of(run(engine, [moved(request, whole[:done])])["whole"]) == whole[done:]
 
 
 def test_biases_bans_and_penalties_do_what_they_say(tiny_target: str, tiny_head: str) -> None:

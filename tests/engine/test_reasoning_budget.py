@@ -11,7 +11,7 @@ from eyas.api.request import ReasoningBudget, Request, SamplingParams, Structure
 from eyas.text.tokenizer import load_tokenizer
 from tests.engine.test_structured_outputs import RECORD, make_engine, shared_engine, target, text_of, tokens_of
 from tests.support.bad_drafters import KnowingDrafter
-from tests.support.runs import run
+from tests.support.runs import moved, run
 from tests.support.tiers import nightly
 
 __all__ = ["target"]  # a fixture
@@ -95,15 +95,7 @@ def test_a_reasoning_ends_where_the_grammar_lets_it(temperature: float, target: 
 )
 def test_a_budget_counts_what_another_verifier_wrote(num_emitted: int, name: str, target: str, tiny_head: str) -> None:
     whole = plain(target, 0.8)
-    moved = [
-        replace(
-            request,
-            prompt_ids=(*request.prompt_ids, *whole[request.id][:num_emitted]),
-            sampling=replace(request.sampling, max_tokens=MAX_TOKENS - num_emitted),
-            num_emitted=num_emitted,
-        )
-        for request in requests(target, 0.8)
-        if len(whole[request.id]) > num_emitted
-    ]
-    found = tokens_of(run(shared_engine(name, target, tiny_head), moved))
-    assert found == {one.id: whole[one.id][num_emitted:] for one in moved}
+    long = [request for request in requests(target, 0.8) if len(whole[request.id]) > num_emitted]
+    left = [moved(request, whole[request.id][:num_emitted]) for request in long]
+    found = tokens_of(run(shared_engine(name, target, tiny_head), left))
+    assert found == {one.id: whole[one.id][num_emitted:] for one in left}

@@ -32,7 +32,7 @@ from tests.support import reference
 from tests.support.bad_drafters import RandomDrafter
 from tests.support.corpora import write_datastore
 from tests.support.methods import KINDS_OF_DRAFTS, Case
-from tests.support.runs import run
+from tests.support.runs import moved, run
 from tests.support.tiers import nightly, tiered
 from tests.support.tiny import fixed_config, shared_target, write_spelling_tokenizer, write_target
 
@@ -210,17 +210,8 @@ def test_preempted_requests_go_on_with_the_same_tokens(name: str, target: str, t
 def test_a_request_moves_to_another_engine_at_any_token(num_emitted: int, target: str, tiny_head: str) -> None:
     outputs = {name: tokens for name, tokens in plain_outputs(target, 1.0).items() if len(tokens) > num_emitted}
     assert {"regex", "tree"} <= outputs.keys()
-    moved = [
-        replace(
-            request,
-            prompt_ids=(*request.prompt_ids, *outputs[request.id][:num_emitted]),
-            sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - num_emitted),
-            num_emitted=num_emitted,
-        )
-        for request in requests_at(1.0)
-        if request.id in outputs
-    ]
-    found = tokens_of(run(shared_engine("eagle3", target, tiny_head), moved))
+    left = [moved(one, outputs[one.id][:num_emitted]) for one in requests_at(1.0) if one.id in outputs]
+    found = tokens_of(run(shared_engine("eagle3", target, tiny_head), left))
     assert found == {name: tokens[num_emitted:] for name, tokens in outputs.items()}
 
 
@@ -421,12 +412,11 @@ def test_the_trees_of_a_step_share_its_time() -> None:
 
 def test_the_engines_thread_follows_no_output_of_a_request(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, tokens = make_engine(target), plain_outputs(target, 1.0)["regex"]
-    request = next(request for request in requests_at(1.0) if request.id == "regex")
-    moved = replace(request, prompt_ids=(*request.prompt_ids, *tokens[:3]), num_emitted=3)
-    matchers = engine.follow(moved).result()
+    left = moved(next(request for request in requests_at(1.0) if request.id == "regex"), tokens[:3])
+    matchers = engine.follow(left).result()
     with monkeypatch.context() as patch:
         patch.delattr(grammar.Matcher, "consume")
-        engine.submit(moved, matchers)
+        engine.submit(left, matchers)
     assert engine.has_work
 
 

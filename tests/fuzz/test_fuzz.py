@@ -87,6 +87,7 @@ def test_a_malformed_message_gets_a_fitting_status(client: Client, runner: async
 def test_a_malformed_http_request_is_no_fault_of_ours(services: Services, client: Client, runner: asyncio.Runner) -> None:
     connection = HttpConnection(services.http)
 
+    @settings(max_examples=25)
     @given(malformed_requests(client.routes))
     def check(request: Request) -> None:
         answer = runner.run(connection.send(request))

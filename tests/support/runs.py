@@ -1,6 +1,7 @@
 """Requests run through an engine step by step, and what a plain loop says to them."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -30,6 +31,14 @@ def tokens_of(chunks: Iterable[Chunk]) -> list[int]:
 
 def outputs_of(chunks: Mapping[str, list[Chunk]]) -> dict[str, list[int]]:
     return {name: tokens_of(own) for name, own in chunks.items()}
+
+
+def moved(request: Request, written: Sequence[int]) -> Request:
+    """What is left of a request for another engine, after the tokens that one has written."""
+    sampling, num_emitted = request.sampling, len(written)
+    left, least = sampling.max_tokens - num_emitted, max(sampling.min_tokens - num_emitted, 0)
+    sampling = replace(sampling, max_tokens=left, min_tokens=least)
+    return replace(request, prompt_ids=(*request.prompt_ids, *written), sampling=sampling, num_emitted=num_emitted)
 
 
 def stats_of(chunks: Mapping[str, list[Chunk]]) -> GenerationStats:
