@@ -11,8 +11,8 @@ from eyas.drafters.draft_head import DraftHead
 from eyas.errors import CheckpointError
 from eyas.models.heads.block import block_tensors, write_block_head
 from eyas.models.heads.block_config import Dialect
-from tests.support.checkpoint_formats import CHECKPOINT_FORMATS, TINY, random_tensors, save
-from tests.support.tiny import write_small
+from tests.support.checkpoint_formats import CHECKPOINT_FORMATS, TINY, random_tensors
+from tests.support.tiny import write_checkpoint, write_small
 from tests.support.tiny_block import KINDS, random_block_head, tiny_block_head, tiny_peagle_head
 from tests.support.tiny_medusa_hydra import tiny_heads
 
@@ -39,7 +39,7 @@ def test_without_a_checkpoint_nothing_is_drafted() -> None:
 
 @pytest.mark.parametrize("name", CHECKPOINT_FORMATS)
 def test_every_format_of_eagle_heads_is_detected(name: str, tmp_path: Path) -> None:
-    folder = save(tmp_path, CHECKPOINT_FORMATS[name](TINY, random_tensors(TINY)))
+    folder = write_checkpoint(tmp_path, *CHECKPOINT_FORMATS[name](TINY, random_tensors(TINY)))
     assert DraftHead(folder).method == "eagle3"
 
 
@@ -63,7 +63,7 @@ def test_other_checkpoints_are_detected(tiny_target: str, tiny_head: str, tmp_pa
 
 
 def test_a_checkpoint_without_marks_asks_for_the_method(tmp_path: Path) -> None:
-    save(tmp_path, ({"architectures": ["Unheard"]}, {"some.weight": torch.zeros(1)}))
+    write_checkpoint(tmp_path, {"architectures": ["Unheard"]}, {"some.weight": torch.zeros(1)})
     with pytest.raises(CheckpointError, match="does not show which drafting method it is for; name the method"):
         _ = DraftHead(str(tmp_path)).method
 

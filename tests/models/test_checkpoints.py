@@ -16,20 +16,13 @@ from eyas.errors import CheckpointError
 from eyas.models.fingerprints import head_fingerprint, target_fingerprint
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.loading import load_target
-from tests.support.tiny import change_config, write_head, write_target
-
-
-def edit_tensors(folder: Path, drop: str = "", **added: torch.Tensor) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    tensors.pop(drop, None)
-    save_file({**tensors, **added}, folder / "model.safetensors")
-
+from tests.support.tiny import change_config, change_tensors, write_checkpoint, write_head, write_target
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
-    r"missing midlayer\.hidden_norm\.weight": partial(edit_tensors, drop="midlayer.hidden_norm.weight"),
-    "unexpected extra": partial(edit_tensors, extra=torch.zeros(2)),
-    r"norm.weight has shape \[5\], expected \[32\]": partial(edit_tensors, **{"norm.weight": torch.ones(5)}),
-    "d2t does not map 24 draft ids": partial(edit_tensors, d2t=torch.full((24,), 1000)),
+    r"missing midlayer\.hidden_norm\.weight": partial(change_tensors, **{"midlayer.hidden_norm.weight": None}),
+    "unexpected extra": partial(change_tensors, extra=torch.zeros(2)),
+    r"norm.weight has shape \[5\], expected \[32\]": partial(change_tensors, **{"norm.weight": torch.ones(5)}),
+    "d2t does not map 24 draft ids": partial(change_tensors, d2t=torch.full((24,), 1000)),
     "vocabulary size 40, but this target has 48": partial(write_head, vocab_size=40),
     "intermediate_size is left out; it must be whole numbers from 1": partial(change_config, intermediate_size=None),
     "cannot read weights": lambda folder: (folder / "model.safetensors").write_bytes(b"not a checkpoint"),
@@ -79,11 +72,8 @@ def test_a_change_in_any_large_part_changes_the_fingerprint(
     digests = []
     for change in (0.0, 0.0, 0.5):
         weight[place] += change
-        folder = tmp_path / str(len(digests))
-        folder.mkdir()
-        (folder / "config.json").write_text('{"model_type": "llama"}')
-        save_file({"weight": weight}, folder / "model.safetensors")
-        digests.append(target_fingerprint(folder))
+        folder = write_checkpoint(tmp_path / str(len(digests)), {"model_type": "llama"}, {"weight": weight})
+        digests.append(target_fingerprint(Path(folder)))
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -121,7 +111,7 @@ EXTRAS: dict[str, dict[str, torch.Tensor]] = {
 @pytest.mark.parametrize("extra", EXTRAS)
 def test_tensors_beside_the_layers_are_left_out(extra: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = write_target(tmp_path)
-    edit_tensors(folder, **EXTRAS[extra])
+    change_tensors(folder, **EXTRAS[extra])
     assert len(load_target(str(folder)).model.get_decoder().layers) == 4
     is_known = extra in ("a table of RoPE", "a layer for multi-token prediction")
     assert ("they are not used" in caplog.text) == (not is_known)
@@ -138,7 +128,7 @@ def test_weights_that_are_no_numbers_are_named(name: str, tmp_path: Path) -> Non
     """Also those of layers that are packed and merged."""
     folder = write_target(tmp_path)
     weight = load_file(folder / "model.safetensors")[f"model.{name}.weight"]
-    edit_tensors(folder, **{f"model.{name}.weight": weight * math.nan})
+    change_tensors(folder, **{f"model.{name}.weight": weight * math.nan})
     with pytest.raises(CheckpointError, match=rf": model\.{name}\.weight hold NaN or infinity"):
         load_target(str(folder))
 
@@ -156,7 +146,7 @@ def test_a_trainers_wrapping_is_taken_off(form: str, tiny_target: str, tiny_head
         torch.save({form: tensors, "epoch": 3}, tmp_path / "pytorch_model.bin")
         file.unlink()
     elif form == "inv_freq":
-        save_file(tensors | {"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)}, file)
+        change_tensors(tmp_path, **{"midlayer.self_attn.rotary_emb.inv_freq": torch.ones(4)})
     else:
         save_file(wrapped(tensors, form), file)
     one, other = load_head(tiny_head, tiny_target), load_head(str(tmp_path), tiny_target)
@@ -168,10 +158,10 @@ def test_a_trainers_wrapping_is_taken_off(form: str, tiny_target: str, tiny_head
 @pytest.mark.usefixtures("unpacked")
 def test_a_head_over_all_tokens_borrows_the_targets_lm_head(tiny_target: str, tmp_path: Path) -> None:
     write_head(tmp_path, draft_vocab=48)
-    edit_tensors(tmp_path, drop="lm_head.weight")
+    change_tensors(tmp_path, **{"lm_head.weight": None})
     target = load_file(Path(tiny_target) / "model.safetensors")
     assert torch.equal(load_head(str(tmp_path), tiny_target).lm_head.weight, target["lm_head.weight"])
-    edit_tensors(write_head(tmp_path), drop="lm_head.weight")
+    change_tensors(write_head(tmp_path), **{"lm_head.weight": None})
     with pytest.raises(CheckpointError, match=r"missing lm_head\.weight"):
         load_head(str(tmp_path), tiny_target)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from eyas.api.request import Request, SamplingParams
 from eyas.engine.build import assemble_engine
@@ -25,7 +25,7 @@ from tests.support.reference import generated, load_reference
 from tests.support.runs import outputs_of, stats_of
 from tests.support.runs import run as run_engine
 from tests.support.tiers import nightly, tiered
-from tests.support.tiny import change_config, fixed_config, shared_target
+from tests.support.tiny import change_config, change_tensors, fixed_config, shared_target
 
 # An indexer in each layer, and layers that share the choice of one.
 KINDS = ("deepseek_v32", "glm_moe_dsa")
@@ -72,15 +72,14 @@ def test_dense_attention_would_differ_beyond_the_chosen_keys(tmp_path: Path) -> 
 def test_weights_of_indexers_are_not_read(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Nor missed, nor named as unused."""
     folder = write(kind, tmp_path)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
+    tensors = load_file(tmp_path / "model.safetensors")
     own = [name for name in tensors if ".indexer." in name]
     assert own
-    save_file({name: tensor for name, tensor in tensors.items() if name not in own[1:]}, file)
+    change_tensors(folder, **dict.fromkeys(own[1:]))
     target = load_target(folder)
     assert not [name for name, _ in target.model.named_parameters() if "indexer" in name]
     assert "not used" not in caplog.text
-    save_file(tensors, file)
+    change_tensors(folder, **tensors)
     check_exact(target, folder)
 
 

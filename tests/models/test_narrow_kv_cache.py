@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from eyas.api.request import Request, SamplingParams
 from eyas.cache.kv_cache import KV_CACHE_DTYPES, KVCache, KVShape, bytes_per_slot, load_rows
@@ -23,7 +22,7 @@ from tests.support.bad_drafters import RandomDrafter
 from tests.support.devices.random_passes import make_pass, num_slots
 from tests.support.runs import outputs_of, run
 from tests.support.tiers import tiered
-from tests.support.tiny import shared_target, write_target
+from tests.support.tiny import change_tensors, shared_target, write_target
 
 NARROW = ("fp8_e4m3", "fp8_e5m2")
 CPU = torch.device("cpu")
@@ -96,17 +95,15 @@ def test_drafts_do_not_change_the_tokens(name: str, deterministic: bool, tiny_ta
 
 def test_scales_come_from_the_checkpoint(tmp_path: Path) -> None:
     folder = write_target(tmp_path, layers=2)
-    weights = load_file(folder / "model.safetensors")
     names = ("attn.k_scale", "attn.v_scale")
     scales = {f"model.layers.{layer}.self_attn.{name}": torch.tensor(0.01 + layer) for layer in (0, 1) for name in names}
-    save_file(weights | scales, folder / "model.safetensors", {"format": "pt"})
+    change_tensors(folder, **scales)
     target = load_target(str(folder))
     assert target.new_kv_cache(4).scales == [KVScales()] * 2, "keys and values as wide as the model"
     target.set_kv_cache_dtype("fp8")
     assert target.kv_scales[1] == pytest.approx(KVScales(1.01, 1.01))
     assert target.new_kv_cache(4).scales == list(target.kv_scales)
-    scales.popitem()
-    save_file(weights | scales, folder / "model.safetensors", {"format": "pt"})
+    change_tensors(folder, **{scales.popitem()[0]: None})
     target = load_target(str(folder))
     target.set_kv_cache_dtype("auto")
     with pytest.raises(CheckpointError, match="v_scale of layer 1 is missing"):

@@ -2,14 +2,13 @@
 
 import copy
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from eyas import LLM
@@ -18,6 +17,7 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError
+from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.block import load_block_head, serve
 from eyas.models.heads.eagle import load_fuser, load_head
 from eyas.models.heads.hydra import load_hydra
@@ -39,7 +39,9 @@ from tests.support.runs import outputs_of, run
 from tests.support.tiers import tiered
 from tests.support.tiny import (
     change_config,
+    change_tensors,
     fixed_config,
+    write_checkpoint,
     write_eagle1_head,
     write_head,
     write_spelling_tokenizer,
@@ -138,8 +140,7 @@ def test_unreadable_quantised_weights_are_refused_by_name(
 ) -> None:
     missing = ("gptqmodel", "optimum", "compressed_tensors")
     monkeypatch.setattr("eyas.models.checkpoint.find_spec", lambda name: None if name in missing else name)
-    config = json.loads((Path(tiny_target) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+    write_checkpoint(tmp_path, Checkpoint(tiny_target).config | {"quantization_config": {"quant_method": method}}, {})
     with pytest.raises(CheckpointError, match=reason):
         load_target(str(tmp_path))
 
@@ -150,9 +151,8 @@ def test_4_bit_weights_packed_for_gpus_are_refused_on_a_cpu(tiny_target: str, tm
     from torchao.quantization import Int4WeightOnlyConfig
     from transformers import TorchAoConfig
 
-    config = json.loads((Path(tiny_target) / "config.json").read_text())
     scheme: Any = TorchAoConfig(Int4WeightOnlyConfig(group_size=32))
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": scheme.to_dict()}))
+    write_checkpoint(tmp_path, Checkpoint(tiny_target).config | {"quantization_config": scheme.to_dict()}, {})
     with pytest.raises(CheckpointError, match=r"Int4WeightOnlyConfig packs for GPUs.*IntxWeightOnlyConfig"):
         load_target(str(tmp_path))
 
@@ -166,14 +166,12 @@ def test_published_fp8_weights_are_served_on_a_cpu(tiny_target: str, tmp_path: P
         quantised[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
         quantised[f"{name}_scale_inv"] = scale.reshape(1, 1)
         plain[name] = quantised[name].float() * scale
-    config = json.loads((Path(tiny_target) / "config.json").read_text())
     scheme = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
-    for folder, held, more in (("plain", plain, {}), ("fp8", quantised, {"quantization_config": scheme})):
-        (tmp_path / folder).mkdir()
-        save_file(held, tmp_path / folder / "model.safetensors")
-        (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
-    models = [load_target(str(tmp_path / folder)).model for folder in ("plain", "fp8")]
-    ours, theirs = (model.state_dict() for model in models)
+    folders = [
+        write_checkpoint(tmp_path / name, Checkpoint(tiny_target).config | more, held)
+        for name, held, more in (("plain", plain, {}), ("fp8", quantised, {"quantization_config": scheme}))
+    ]
+    ours, theirs = (load_target(folder).model.state_dict() for folder in folders)
     assert ours.keys() == theirs.keys()
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, atol=1e-6, rtol=1e-2, msg=name)
@@ -197,13 +195,10 @@ def write_mxfp4(folder: Path) -> tuple[str, str]:
         tensors[name] = (numbers * 2.0 ** (scales.float() - 127)[..., None]).flatten(2).transpose(1, 2).contiguous()
         quantised |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         del quantised[name]
-    save_file(tensors, plain / "model.safetensors", {"format": "pt"})
-    narrow = folder / "mxfp4"
-    narrow.mkdir()
-    save_file(quantised, narrow / "model.safetensors", {"format": "pt"})
     scheme = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    (narrow / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": scheme}))
-    return str(plain), str(narrow)
+    narrow = write_checkpoint(folder / "mxfp4", {**config.to_dict(), "quantization_config": scheme}, quantised)
+    change_tensors(plain, **tensors)
+    return str(plain), narrow
 
 
 def test_mxfp4_experts_are_dequantised_on_a_cpu(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

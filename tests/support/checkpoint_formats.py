@@ -1,13 +1,10 @@
 """Tiny random EAGLE heads in the checkpoint formats of several projects."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from eyas.models.checkpoint import WIRING_KEY
 from eyas.models.heads.eagle import config_json
@@ -42,14 +39,6 @@ def random_tensors(
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     values = torch.randn(shape, generator=generator)
     return 1 + 0.2 * values if "norm" in name else 0.2 * values
-
-
-def save(folder: Path, written: Written) -> str:
-    config, tensors = written
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
 
 
 def renamed(tensors: Tensors, *spellings: tuple[str, str]) -> Tensors:

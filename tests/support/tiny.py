@@ -1,14 +1,14 @@
 """Tiny real models for tests: a random Llama and a random EAGLE-3 head, in their public layouts on disk."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eyas.config import EngineConfig, TreeConfig
@@ -36,11 +36,26 @@ def write_target(
     return folder
 
 
+def write_checkpoint(folder: str | Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
+    """A checkpoint of one file, in a folder that is made if need be."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    Path(folder, "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, Path(folder, "model.safetensors"))
+    return str(folder)
+
+
 def change_config(folder: str | Path, **settings: Any) -> None:
     """Give the config.json of a checkpoint other settings; None leaves one out."""
     file = Path(folder, "config.json")
     changed = json.loads(file.read_text()) | settings
     file.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+
+
+def change_tensors(folder: str | Path, **tensors: torch.Tensor | None) -> None:
+    """Give a checkpoint of one file other tensors; None leaves one out."""
+    file = Path(folder, "model.safetensors")
+    changed = {name: tensor for name, tensor in (load_file(file) | tensors).items() if tensor is not None}
+    save_file(changed, file, {"format": "pt"})
 
 
 def write_spelling_tokenizer(folder: Path) -> None:
@@ -64,21 +79,21 @@ def write_small(target: str) -> str:
     return str(folder)
 
 
+def layer_shapes(layer: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    """Of the matrices of a Llama layer of 4 query heads and 2 key-value heads, whose attention reads `width` values."""
+    shapes = {
+        "self_attn.q_proj": (hidden, width), "self_attn.k_proj": (hidden // 2, width),
+        "self_attn.v_proj": (hidden // 2, width), "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (2 * hidden, hidden), "mlp.up_proj": (2 * hidden, hidden), "mlp.down_proj": (hidden, 2 * hidden),
+    }  # fmt: skip
+    return {f"{layer}.{name}.weight": shape for name, shape in shapes.items()}
+
+
 def head_tensors(vocab_size: int, draft_vocab: int, hidden: int, seed: int = 0) -> dict[str, torch.Tensor]:
     """Random weights of a head with 4 query heads and 2 key-value heads, in the public layout."""
     generator = torch.Generator().manual_seed(seed)
-    kv = hidden // 2
-    shapes = {
-        "fc.weight": (hidden, 3 * hidden),
-        "midlayer.self_attn.q_proj.weight": (hidden, 2 * hidden),
-        "midlayer.self_attn.k_proj.weight": (kv, 2 * hidden),
-        "midlayer.self_attn.v_proj.weight": (kv, 2 * hidden),
-        "midlayer.self_attn.o_proj.weight": (hidden, hidden),
-        "midlayer.mlp.gate_proj.weight": (2 * hidden, hidden),
-        "midlayer.mlp.up_proj.weight": (2 * hidden, hidden),
-        "midlayer.mlp.down_proj.weight": (hidden, 2 * hidden),
-        "lm_head.weight": (draft_vocab, hidden),
-    }
+    shapes = {"fc.weight": (hidden, 3 * hidden), **layer_shapes("midlayer", hidden, 2 * hidden)}
+    shapes["lm_head.weight"] = (draft_vocab, hidden)
     tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         tensors[f"{name}.weight"] = torch.ones(hidden)
@@ -90,42 +105,27 @@ def head_tensors(vocab_size: int, draft_vocab: int, hidden: int, seed: int = 0) 
 
 def write_head(folder: Path, vocab_size: int = 48, draft_vocab: int = 24, hidden: int = 32, seed: int = 0) -> Path:
     """A random EAGLE-3 head for `write_target` with the same sizes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(head_tensors(vocab_size, draft_vocab, hidden, seed), folder / "model.safetensors")
     config = {
         "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_attention_heads": 4, "num_key_value_heads": 2,
         "vocab_size": vocab_size, "draft_vocab_size": draft_vocab, "rms_norm_eps": 1e-5,
         "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
+    write_checkpoint(folder, config, head_tensors(vocab_size, draft_vocab, hidden, seed))
     return folder
 
 
 def write_eagle1_head(folder: Path, vocab_size: int = 48, hidden: int = 32, seed: int = 0) -> Path:
     """A random EAGLE-1 head for `write_target` with the same sizes, with a bias in fc."""
     generator = torch.Generator().manual_seed(seed)
-    kv, layer = hidden // 2, "layers.0."
-    shapes = {
-        "fc.weight": (hidden, 2 * hidden),
-        "fc.bias": (hidden,),
-        f"{layer}self_attn.q_proj.weight": (hidden, hidden),
-        f"{layer}self_attn.k_proj.weight": (kv, hidden),
-        f"{layer}self_attn.v_proj.weight": (kv, hidden),
-        f"{layer}self_attn.o_proj.weight": (hidden, hidden),
-        f"{layer}mlp.gate_proj.weight": (2 * hidden, hidden),
-        f"{layer}mlp.up_proj.weight": (2 * hidden, hidden),
-        f"{layer}mlp.down_proj.weight": (hidden, 2 * hidden),
-    }
+    shapes = {"fc.weight": (hidden, 2 * hidden), "fc.bias": (hidden,), **layer_shapes("layers.0", hidden, hidden)}
     tensors = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    tensors[f"{layer}post_attention_layernorm.weight"] = torch.ones(hidden)
+    tensors["layers.0.post_attention_layernorm.weight"] = torch.ones(hidden)
     config = {
         "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "intermediate_size": 2 * hidden,
         "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1, "vocab_size": vocab_size,
         "rms_norm_eps": 1e-5, "bias": True,
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    write_checkpoint(folder, config, tensors)
     return folder
 
 

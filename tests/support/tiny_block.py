@@ -1,18 +1,16 @@
 """Tiny random block heads and a P-EAGLE head for the tiny target, in the authors' layouts on disk."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.heads.block import BlockHead, block_tensors, new_block_head, write_block_head
 from eyas.models.heads.block_config import BlockHeadConfig
 from eyas.models.heads.eagle_config import HeadWiring
 from eyas.models.heads.layers import layer_shapes
-from tests.support.tiny import head_tensors
+from tests.support.tiny import head_tensors, write_checkpoint
 
 DSPARK = BlockHeadConfig(
     kind="dspark", target_hidden=32, hidden=32, intermediate=48, num_heads=4, num_kv_heads=2, head_dim=8, rms_norm_eps=1e-5,
@@ -71,13 +69,6 @@ def tiny_peagle_head(beside: str) -> str:
         for name, shape in layer.items():
             values = 0.2 * torch.randn(shape, generator=generator)
             tensors[f"layers.1.{name}"] = 1 + values if "norm" in name else values
-        folder.mkdir()
-        save_file(tensors, folder / "model.safetensors")
-        config = {
-            **Checkpoint(beside).config,
-            "architectures": ["PEagleDraftModel"],
-            "num_hidden_layers": 2,
-            "ptd_token_id": 2,
-        }
-        (folder / "config.json").write_text(json.dumps(config))
+        own = {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 2, "ptd_token_id": 2}
+        write_checkpoint(folder, {**Checkpoint(beside).config, **own}, tensors)
     return str(folder)

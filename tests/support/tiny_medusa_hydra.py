@@ -1,10 +1,10 @@
 """Tiny random Medusa and Hydra heads for the tiny target, in their authors' layouts on disk."""
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+
+from tests.support.tiny import layer_shapes, write_checkpoint
 
 KINDS = ("medusa", "hydra", "hydra-prefix")
 
@@ -15,16 +15,8 @@ def tiny_heads(kind: str, beside: str, heads: int = 3, layers: int = 2) -> str:
     """Folder of heads of a kind, beside another folder; written once."""
     folder = Path(beside).parent / f"{kind}-{heads}-{layers}"
     if not folder.exists():
-        write(folder, config_of(kind, heads, layers), tensors_of(kind, heads, layers))
+        write_checkpoint(folder, config_of(kind, heads, layers), tensors_of(kind, heads, layers))
     return str(folder)
-
-
-def write(folder: Path, config: dict[str, object], tensors: dict[str, torch.Tensor]) -> Path:
-    """A checkpoint folder."""
-    folder.mkdir()
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def config_of(kind: str, heads: int = 3, layers: int = 2) -> dict[str, object]:
@@ -71,12 +63,6 @@ def hydra_shapes(heads: int, layers: int, vocab: int, hidden: int, prefixed: boo
 
 def prefix_shapes(vocab: int, hidden: int) -> Shapes:
     """A one-layer Llama with 4 query heads and 2 key-value heads."""
-    layer = {
-        "self_attn.q_proj": (hidden, hidden), "self_attn.k_proj": (hidden // 2, hidden),
-        "self_attn.v_proj": (hidden // 2, hidden), "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (2 * hidden, hidden), "mlp.up_proj": (2 * hidden, hidden), "mlp.down_proj": (hidden, 2 * hidden),
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-    }  # fmt: skip
-    names = {f"layers.0.{name}": shape for name, shape in layer.items()}
-    outside = {"norm": (hidden,), "embed_tokens": (vocab, hidden)}
-    return {f"prefix_embeding_layer.{name}.weight": shape for name, shape in (names | outside).items()}
+    prefix, norms = "prefix_embeding_layer", ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
+    others = {f"{prefix}.{name}.weight": (hidden,) for name in norms}
+    return layer_shapes(f"{prefix}.layers.0", hidden, hidden) | others | {f"{prefix}.embed_tokens.weight": (vocab, hidden)}

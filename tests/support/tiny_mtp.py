@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from eyas.models.checkpoint import Checkpoint
 from tests.support.families import config_of
 from tests.support.family_configs import MORE_FAMILIES, SERVED
 from tests.support.reference import whole_class
+from tests.support.tiny import write_checkpoint
 
 LAYERS, HIDDEN = 3, 32
 # Parts of a module, in the order of `MtpFamily.names`.
@@ -160,7 +162,6 @@ def tiny_mtp_module(target: str) -> str:
     """A random module alone, for a `write_target` of default sizes, in DeepSeek's layout; written once."""
     folder = Path(f"{target}-mtp")
     if not folder.exists():
-        folder.mkdir()
         layer = "model.layers.4."
         stored = load_file(Path(target, "model.safetensors"))
         generator = torch.Generator().manual_seed(3)
@@ -172,6 +173,5 @@ def tiny_mtp_module(target: str) -> str:
         tensors[f"{layer}eh_proj.weight"] = 0.2 * torch.randn(HIDDEN, 2 * HIDDEN, generator=generator)
         for name in ("enorm", "hnorm", "shared_head.norm"):
             tensors[f"{layer}{name}.weight"] = 0.5 + torch.rand(HIDDEN, generator=generator)
-        save_file(tensors, folder / "model.safetensors")
-        (folder / "config.json").write_text(Path(target, "config.json").read_text())
+        write_checkpoint(folder, Checkpoint(target).config, tensors)
     return str(folder)

@@ -10,7 +10,8 @@ from eyas.errors import CheckpointError, ConfigError
 from eyas.models.heads.hydra import load_hydra
 from eyas.models.heads.medusa import load_medusa
 from tests.drafters.multi_head.naive_heads import NaiveHeads
-from tests.support.tiny_medusa_hydra import config_of, tensors_of, tiny_heads, write
+from tests.support.tiny import write_checkpoint
+from tests.support.tiny_medusa_hydra import config_of, tensors_of, tiny_heads
 
 Tensors = dict[str, torch.Tensor]
 
@@ -18,7 +19,7 @@ STATES = torch.randn(5, 32, generator=torch.Generator().manual_seed(1))
 TOKEN_MAP = torch.tensor([40, 3, 17, 0, 9, 30, 31, 8])
 
 
-def medusa_logits(folder: Path, target: str, count: int = 3) -> torch.Tensor:
+def medusa_logits(folder: str | Path, target: str, count: int = 3) -> torch.Tensor:
     return load_medusa(str(folder), target).logits(STATES, count)
 
 
@@ -35,7 +36,7 @@ def test_medusa_layouts_of_authors_and_vllm_load_equal_heads(layers: int, tmp_pa
     tensors, config = tensors_of("medusa", layers=layers), config_of("medusa", layers=layers)
     plain = NaiveHeads("medusa", tiny_target, layers)
     expected = torch.stack([torch.stack([plain.logits(s, 0, (0,) * i) for i in range(3)]) for s in STATES])
-    written = write(tmp_path / "authors", config, tensors)
+    written = write_checkpoint(tmp_path / "authors", config, tensors)
     torch.testing.assert_close(medusa_logits(written, tiny_target), expected)
     for name, change in (("pt", str), ("prefixed", "medusa_heads.{}".format)):
         folder = tmp_path / name
@@ -47,7 +48,7 @@ def test_medusa_layouts_of_authors_and_vllm_load_equal_heads(layers: int, tmp_pa
         else:
             save_file(renamed, folder / "medusa_lm_head.safetensors")
         torch.testing.assert_close(medusa_logits(folder, tiny_target), expected)
-    vllm = write(tmp_path / "vllm", {"num_heads": 3, "medusa_fc_bias": True}, in_vllm_names(tensors, layers))
+    vllm = write_checkpoint(tmp_path / "vllm", {"num_heads": 3, "medusa_fc_bias": True}, in_vllm_names(tensors, layers))
     torch.testing.assert_close(medusa_logits(vllm, tiny_target), expected)
 
 
@@ -55,20 +56,18 @@ def test_tied_blocks_that_a_file_keeps_once_are_used_again(tmp_path: Path, tiny_
     tensors = tensors_of("medusa", layers=3)
     tied = {name: tensors[name.replace(".1.linear", ".0.linear").replace(".2.linear", ".0.linear")] for name in tensors}
     once = {name: tensor for name, tensor in tied.items() if ".1.linear" not in name and ".2.linear" not in name}
-    whole, short = (
-        write(tmp_path / name, {}, {k: v.clone() for k, v in t.items()}) for name, t in (("a", tied), ("b", once))
-    )
+    whole, short = (write_checkpoint(tmp_path / name, {}, t) for name, t in (("a", tied), ("b", once)))
     torch.testing.assert_close(medusa_logits(whole, tiny_target), medusa_logits(short, tiny_target))
 
 
 @pytest.mark.parametrize("cut", ["already cut", "whole"])
 def test_a_token_map_limits_the_draft_vocabulary(cut: str, tmp_path: Path, tiny_target: str) -> None:
     tensors = in_vllm_names(tensors_of("medusa", layers=1), 1)
-    full = medusa_logits(write(tmp_path / "full", {}, tensors), tiny_target)
+    full = medusa_logits(write_checkpoint(tmp_path / "full", {}, tensors), tiny_target)
     outputs = {
         name: t[TOKEN_MAP] if name.startswith("lm_heads") and cut == "already cut" else t for name, t in tensors.items()
     }
-    mapped = load_medusa(str(write(tmp_path / "map", {}, {**outputs, "token_map": TOKEN_MAP})), tiny_target)
+    mapped = load_medusa(write_checkpoint(tmp_path / "map", {}, {**outputs, "token_map": TOKEN_MAP}), tiny_target)
     assert mapped.draft_ids.tolist() == TOKEN_MAP.tolist()
     torch.testing.assert_close(mapped.logits(STATES, 3), full[:, :, TOKEN_MAP])
 
@@ -79,8 +78,10 @@ def test_heads_may_share_an_output_layer_and_scale_it(name: str, tmp_path: Path,
     output = tensors["lm_heads.0.weight"]
     repeated = {key: output.clone() if key.startswith("lm_heads") else tensor for key, tensor in tensors.items()}
     shared = {key: tensor for key, tensor in tensors.items() if not key.startswith("lm_heads")} | {name: output}
-    expected = medusa_logits(write(tmp_path / "repeated", {}, repeated), tiny_target)
-    found = medusa_logits(write(tmp_path / "shared", {"original_lm_head": True, "logit_scale": 0.5}, shared), tiny_target)
+    expected = medusa_logits(write_checkpoint(tmp_path / "repeated", {}, repeated), tiny_target)
+    found = medusa_logits(
+        write_checkpoint(tmp_path / "shared", {"original_lm_head": True, "logit_scale": 0.5}, shared), tiny_target
+    )
     torch.testing.assert_close(found, expected / 2)
 
 
@@ -88,8 +89,8 @@ def test_blocks_may_lack_biases(tmp_path: Path, tiny_target: str) -> None:
     tensors = tensors_of("medusa")
     zeroed = {name: torch.zeros_like(t) if name.endswith("bias") else t for name, t in tensors.items()}
     without = {name: tensor for name, tensor in tensors.items() if not name.endswith("bias")}
-    expected = medusa_logits(write(tmp_path / "zeroed", {}, zeroed), tiny_target)
-    torch.testing.assert_close(medusa_logits(write(tmp_path / "without", {}, without), tiny_target), expected)
+    expected = medusa_logits(write_checkpoint(tmp_path / "zeroed", {}, zeroed), tiny_target)
+    torch.testing.assert_close(medusa_logits(write_checkpoint(tmp_path / "without", {}, without), tiny_target), expected)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_medusa_files_that_do_not_fit_say_why(change, complaint: str, tmp_path: 
     tensors = tensors_of("medusa")
     change(tensors)
     with pytest.raises(CheckpointError, match=complaint):
-        load_medusa(str(write(tmp_path / "heads", {}, tensors)), tiny_target)
+        load_medusa(write_checkpoint(tmp_path / "heads", {}, tensors), tiny_target)
     with pytest.raises(ConfigError, match="dtype is 'int3'"):
         load_medusa(str(tmp_path / "heads"), tiny_target, "int3")
 
@@ -123,14 +124,14 @@ def test_hydra_files_of_the_authors_load(kind: str, tmp_path: Path, tiny_target:
             second, third = (f"hydra_mlp.{head}.{first + step * layer}.linear.{part}" for layer in (1, 2))
             tensors[third] = tensors[second]
     embedding = NaiveHeads(kind, tiny_target).embedding
-    whole = write(folder, config_of(kind, layers=3), {name: tensor.clone() for name, tensor in tensors.items()})
-    expected = load_hydra(str(whole), tiny_target)
+    whole = write_checkpoint(folder, config_of(kind, layers=3), tensors)
+    expected = load_hydra(whole, tiny_target)
     (folder / "model.safetensors").unlink()
     torch.save({**tensors, "input_embed_fn.weight": embedding}, folder / "hydra_lm_head.pt")
     saved = load_hydra(str(folder), tiny_target)
     third = f".{first + 2 * step}.linear"
     once = {name: tensor for name, tensor in tensors.items() if third not in name or not name.startswith("hydra_mlp")}
-    short = load_hydra(str(write(tmp_path / "short", config_of(kind, layers=3), once)), tiny_target)
+    short = load_hydra(write_checkpoint(tmp_path / "short", config_of(kind, layers=3), once), tiny_target)
     inputs = torch.randn(5, 4 * 32, generator=torch.Generator().manual_seed(2))
     for loaded in (saved, short):
         torch.testing.assert_close(loaded.logits(inputs, 2), expected.logits(inputs, 2))
@@ -140,9 +141,9 @@ def test_hydra_files_of_the_authors_load(kind: str, tmp_path: Path, tiny_target:
 
 def test_a_token_map_serves_hydra_too(tmp_path: Path, tiny_target: str, tiny_head: str) -> None:
     full = load_hydra(tiny_heads("hydra", tiny_head), tiny_target)
-    mapped = write(tmp_path / "map", config_of("hydra"), {**tensors_of("hydra"), "token_map": TOKEN_MAP})
+    mapped = write_checkpoint(tmp_path / "map", config_of("hydra"), {**tensors_of("hydra"), "token_map": TOKEN_MAP})
     inputs = torch.cat([STATES, STATES], -1)
-    torch.testing.assert_close(load_hydra(str(mapped), tiny_target).logits(inputs, 0), full.logits(inputs, 0)[:, TOKEN_MAP])
+    torch.testing.assert_close(load_hydra(mapped, tiny_target).logits(inputs, 0), full.logits(inputs, 0)[:, TOKEN_MAP])
 
 
 @pytest.mark.parametrize(
@@ -161,9 +162,9 @@ def test_a_token_map_serves_hydra_too(tmp_path: Path, tiny_target: str, tiny_hea
 def test_hydra_heads_of_other_kinds_are_refused_by_name(
     setting: dict[str, object], complaint: str, tmp_path: Path, tiny_target: str
 ) -> None:
-    folder = write(tmp_path / "heads", {**config_of("hydra"), **setting}, tensors_of("hydra"))
+    folder = write_checkpoint(tmp_path / "heads", {**config_of("hydra"), **setting}, tensors_of("hydra"))
     with pytest.raises(CheckpointError, match=complaint):
-        load_hydra(str(folder), tiny_target)
+        load_hydra(folder, tiny_target)
 
 
 def test_heads_of_another_target_are_refused(tmp_path: Path, tiny_target: str) -> None:
@@ -172,6 +173,6 @@ def test_heads_of_another_target_are_refused(tmp_path: Path, tiny_target: str) -
             ("hidden size 16", tensors_of(kind, hidden=16)),
             ("vocabulary size 50", tensors_of(kind, vocab=50)),
         ):
-            other = write(tmp_path / f"{kind} {size}", config_of(kind), tensors)
+            other = write_checkpoint(tmp_path / f"{kind} {size}", config_of(kind), tensors)
             with pytest.raises(CheckpointError, match=f"made for a target of {size}, but this target has"):
-                load(str(other), tiny_target)
+                load(other, tiny_target)

@@ -20,9 +20,10 @@ from eyas.models.heads.eagle_config import EagleHeadConfig, HeadWiring, read_hea
 from eyas.models.heads.layers import default_rotary_table, rotary_table
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.support.checkpoint_formats import CHECKPOINT_FORMATS, TINY, TINY_EAGLE1, random_tensors, save, specforge, vllm
+from tests.support.checkpoint_formats import CHECKPOINT_FORMATS, TINY, TINY_EAGLE1, random_tensors, specforge, vllm
 from tests.support.naive_eagle import NaiveEagle, best_tree, linear, rms
 from tests.support.tiers import nightly
+from tests.support.tiny import write_checkpoint
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 OPTIONS = {
@@ -88,7 +89,7 @@ def test_a_head_is_equal_in_every_checkpoint_format(
 ) -> None:
     config = OPTIONS[option]
     tensors = random_tensors(config, shipped=shipped(config))
-    head = save(tmp_path / "head", CHECKPOINT_FORMATS[checkpoint_format](config, tensors))
+    head = write_checkpoint(tmp_path / "head", *CHECKPOINT_FORMATS[checkpoint_format](config, tensors))
     plain = write(tmp_path / "plain", config)
     assert read_head_config(Checkpoint(head), Checkpoint(tiny_target).text_config) == config
     one, other = load_head(head, tiny_target).state_dict(), load_head(plain, tiny_target).state_dict()
@@ -151,7 +152,7 @@ def test_the_meaning_of_norm_output_depends_on_the_format(tiny_target: str, tmp_
         ("vllm false", TINY, vllm, False),
     ):  # fmt: skip
         written, tensors = checkpoint_format(config, random_tensors(config))
-        head = save(tmp_path / name, (written | {"norm_output": value}, tensors))
+        head = write_checkpoint(tmp_path / name, written | {"norm_output": value}, tensors)
         outputs[name] = read_head_config(Checkpoint(head), target).wiring.output
     assert outputs == {
         "specforge true": "state", "specforge false": "bare", "specforge beside fc_norm": "normed",

@@ -21,17 +21,10 @@ from eyas.models.heads.validation import validate_mtp_head
 from eyas.models.inputs import Segment, pack
 from eyas.models.loading import load_target
 from tests.support.family_configs import MODULES
-from tests.support.tiny import change_config
+from tests.support.tiny import change_config, change_tensors
 from tests.support.tiny_mtp import DEEPSEEK, FAMILIES, HIDDEN, LAYERS, write_mtp
 
 LAYER = f"model.layers.{LAYERS}."
-
-
-def edit(folder: str, **changes: torch.Tensor | None) -> None:
-    """Replace tensors of a checkpoint; None takes them out."""
-    file = Path(folder, "model.safetensors")
-    tensors = {**load_file(file), **changes}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, file)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -69,7 +62,7 @@ MISTAKES: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
 def test_a_damaged_module_is_refused_by_its_tensors(mistake: str, tmp_path: Path) -> None:
     folder = write_mtp(tmp_path / "damaged", "glm4_moe")
     changes, message = MISTAKES[mistake]
-    edit(folder, **changes)
+    change_tensors(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
         load_mtp_head(folder, folder)
 
@@ -114,7 +107,7 @@ def test_plain_modules_of_a_quantised_target_load_if_asked_for(tmp_path: Path) -
     folder = write_mtp(tmp_path / "target", "glm4_moe")
     change_config(folder, quantization_config={"quant_method": "fp8"})
     assert load_mtp_head(folder, folder).num_modules == 1
-    edit(folder, **{"lm_head.weight": torch.ones(48, HIDDEN).to(torch.float8_e4m3fn)})
+    change_tensors(folder, **{"lm_head.weight": torch.ones(48, HIDDEN).to(torch.float8_e4m3fn)})
     with pytest.raises(CheckpointError, match=r"lm_head\.weight has dtype torch\.float8_e4m3fn"):
         load_mtp_head(folder, folder)
 
@@ -157,7 +150,7 @@ def fed_back(folder: Path) -> str:
     generator = torch.Generator().manual_seed(5)
     gain[-8:] = 0.0
     projection[:, -8:] = 3 * torch.randn(HIDDEN, 8, generator=generator)
-    edit(path, **{"mtp.fc.weight": projection, "model.norm.weight": gain, "mtp.norm.weight": gain.clone()})
+    change_tensors(path, **{"mtp.fc.weight": projection, "model.norm.weight": gain, "mtp.norm.weight": gain.clone()})
     return path
 
 
@@ -192,7 +185,7 @@ def test_the_default_is_the_module_of_the_targets_own_files(tmp_path: Path, capl
     assert "drafts come from its own module" in caplog.text
     assert DraftHead("", "", without, has_default=True).method == "none"
     assert "announces 1 modules for multi-token prediction, but its files hold none" in caplog.text
-    edit(without, **{"model.mtp.layers.0.input_proj.weight": torch.ones(2)})
+    change_tensors(without, **{"model.mtp.layers.0.input_proj.weight": torch.ones(2)})
     assert DraftHead("", "", without, has_default=True).method == "none"
     assert "hold them in a layout that Eyas does not know, model.mtp.layers.0.input_proj.weight; it is" in caplog.text
     assert DraftHead("", "none", own, has_default=True).method == "none"

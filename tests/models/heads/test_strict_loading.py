@@ -22,10 +22,10 @@ from tests.support.checkpoint_formats import (
     Written,
     random_tensors,
     safeailab,
-    save,
     speculators,
     without,
 )
+from tests.support.tiny import write_checkpoint
 
 EAGLE3, EAGLE1 = safeailab(TINY, random_tensors(TINY)), safeailab(TINY_EAGLE1, random_tensors(TINY_EAGLE1))
 JOINT = replace(TINY, input_norms="joint")
@@ -98,33 +98,35 @@ FAULTS: dict[str, tuple[Written, Kind, str]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_named(fault: str, tiny_target: str, tmp_path: Path) -> None:
     written, kind, message = FAULTS[fault]
-    head = save(tmp_path, written)
+    head = write_checkpoint(tmp_path, *written)
     with pytest.raises(CheckpointError, match=message):
         load_head(head, tiny_target, kind=kind)
 
 
 def test_the_first_of_many_missing_tensors_are_named(tiny_target: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"missing layers\.1\..* and \d+ more"):
-        load_head(save(tmp_path, having(EAGLE3, num_hidden_layers=9)), tiny_target)
+        load_head(write_checkpoint(tmp_path, *having(EAGLE3, num_hidden_layers=9)), tiny_target)
 
 
 @pytest.mark.parametrize("load", [load_head, load_fuser])
 def test_a_fuser_is_as_strict_as_the_head(load: Callable[[str, str], object], tiny_target: str, tmp_path: Path) -> None:
-    head = save(tmp_path, lacking(safeailab(JOINT, random_tensors(JOINT)), "fc.weight"))
+    head = write_checkpoint(tmp_path, *lacking(safeailab(JOINT, random_tensors(JOINT)), "fc.weight"))
     with pytest.raises(CheckpointError, match=r"missing fc\.weight"):
         load(head, tiny_target)
 
 
 def test_unexpected_weights_are_reported_by_checkpoint_name(tiny_target: str, tmp_path: Path) -> None:
-    head = save(tmp_path, having(speculators(TINY, random_tensors(TINY)), {"layers.0.extra.weight": torch.ones(2)}))
+    head = write_checkpoint(
+        tmp_path, *having(speculators(TINY, random_tensors(TINY)), {"layers.0.extra.weight": torch.ones(2)})
+    )
     with pytest.raises(CheckpointError, match=r"unexpected layers.0.extra.weight"):
         load_head(head, tiny_target)
 
 
 def test_an_embedding_in_the_head_replaces_the_targets(tiny_target: str, tmp_path: Path) -> None:
     own = random_tensors(TINY, shipped=("d2t", "t2d", "norm.weight", "embed_tokens.weight"))
-    with_own = load_head(save(tmp_path / "own", safeailab(TINY, own)), tiny_target)
-    without = load_head(save(tmp_path / "none", EAGLE3), tiny_target)
+    with_own = load_head(write_checkpoint(tmp_path / "own", *safeailab(TINY, own)), tiny_target)
+    without = load_head(write_checkpoint(tmp_path / "none", *EAGLE3), tiny_target)
     assert torch.equal(with_own.embedding, own["embed_tokens.weight"])
     assert not torch.equal(with_own.embedding, without.embedding)
 

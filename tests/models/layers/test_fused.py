@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from eyas.cache.kv_cache import bytes_per_slot
 from eyas.device import host as process
@@ -33,7 +33,7 @@ from eyas.models.loading import load_target
 from eyas.models.target import TargetModel, TargetOutput
 from tests.support.families import FAMILIES, GEMMA_4_ROPE, config_of, write_model
 from tests.support.tiers import nightly, tiered
-from tests.support.tiny import write_target
+from tests.support.tiny import change_tensors, write_target
 
 FUSED = ("llama-3", "llama-tied", "rope-yarn", "mistral", "qwen-2", "qwen-3", "phi-3", "gemma-2", "gemma-3")
 ROUTED = ("mixtral", "qwen-3-moe")  # no kernel of the CPU runs their layers
@@ -137,12 +137,9 @@ def gemma_4(variant: str, folder: Path) -> TargetModel:
     """Layers are multiplied by numbers other than 1, as in published checkpoints."""
     kind, settings = FAMILIES["gemma-4"]
     write_model(folder, config_of(kind, **settings | GEMMA_4[variant]))
-    tensors = load_file(folder / "model.safetensors")
-    scalars = [name for name in tensors if name.endswith("layer_scalar")]
+    scalars = [name for name in load_file(folder / "model.safetensors") if name.endswith("layer_scalar")]
     assert scalars
-    for place, name in enumerate(scalars):
-        tensors[name] = torch.tensor([0.5 + 0.3 * place])
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    change_tensors(folder, **{name: torch.tensor([0.5 + 0.3 * place]) for place, name in enumerate(scalars)})
     return load_target(str(folder), aux_hidden_state_layers=(0, 2, 3, FINAL_NORM_OUTPUT))
 
 
