@@ -12,10 +12,13 @@ from starlette.datastructures import Headers
 from uvicorn.server import ServerState
 
 from eyas.config import LimitsConfig
+from eyas.config.drafting import split_method
+from eyas.config.router import RouterConfig, ServedModel
 from eyas.errors import InvalidRequest, UnknownModel
 from eyas.rpc.admission import Admission, address_of, check_num_fields
 from eyas.rpc.fair_share import FairLimit
 from eyas.services.local.batch import read_requests
+from eyas.services.local.cluster import message_of
 from eyas.services.router.auth.keys import ApiKeys, plain_keys
 from eyas.services.router.http.connection import READ_BYTES, HttpConnection
 from eyas.services.router.http.errors import error_bytes, error_response
@@ -207,6 +210,19 @@ READERS = (
         "error_response, model", lambda text: error_response(UnknownModel(text), SCOPE), TEXTS, HEADER_BYTES, on_loop=True
     ),
     Reader("read_requests", lambda lines: list(read_requests(lines)), LINES, 2**15),
+    Reader("split_method", split_method, {"names": lambda n: "+suffix" * n, "pluses": lambda n: "+" * n}, 2**17),
+    Reader(
+        "message_of",
+        message_of,
+        {"colons": lambda n: ": " * n, "braces": lambda n: "{" * n, "text": lambda n: "{" + '"a":1,' * n},
+        2**17,
+    ),
+    Reader(
+        "RouterConfig",
+        lambda names: RouterConfig((ServedModel("m", "t", aliases=tuple(names)),)),
+        {"aliases": lambda n: [f"a{number}" for number in range(n)]},
+        2**12,
+    ),
     Reader(
         "check_num_fields",
         lambda data: check_num_fields(data, GENERATE, LIMITS.max_request_values),
