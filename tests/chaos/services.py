@@ -1,25 +1,21 @@
-"""Services that start in a fraction of a second: a fork server imports torch and the services once, each start is a fork.
+"""Services that do harm or come to harm. SIGUSR1 freezes the interpreter of each, and each ends with this process.
 
-A child runs the `main` of its service with a config of its own, as `python -m eyas.services.NAME` would. SIGUSR1 freezes its
-interpreter. It ends with the fork server, and that ends with this process.
+`python -m tests.chaos.services NAME SECONDS WORDS` runs one as `python -m eyas.services.NAME WORDS` would, with a wall clock
+that is wrong by so many seconds.
 """
 
 import asyncio
 import ctypes
 import math
-import multiprocessing
 import os
 import random
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from multiprocessing import forkserver
-from multiprocessing.context import ForkServerProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-import transformers.models.llama.modeling_llama  # noqa: F401 - else each service would import it
 
 from eyas.config import DraftConfig
 from eyas.drafters.draft_head import DraftHead
@@ -33,37 +29,28 @@ from eyas.services.verifier import __main__ as verifier
 from eyas.v1 import draft_pb2
 from tests.chaos.freezing import hold_the_lock
 from tests.support.bad_drafters import RandomDrafter
+from tests.support.services.forks import Popen
 
 DISK_FULL = Path("/dev/full")
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__])
 
 
-def start(name: str, words: Sequence[str], log: Path, clock_skew_s: float = 0.0) -> ForkServerProcess:
+def start(name: str, words: Sequence[str], log: Path, clock_skew_s: float = 0.0) -> Popen[bytes]:
     """Start a service with the words of its command line, or the program `name` if it is no service.
 
     log: receives its output. clock_skew_s: added to its wall clock.
     """
-    process = _FORKS.Process(target=_run, args=(name, list(words), log, clock_skew_s), daemon=True)
-    process.start()
-    return process
+    command = [sys.executable, "-m", __name__, name, str(clock_skew_s)] if name in _APPS else [name]
+    ends_with_us = partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, signal.SIGKILL)
+    with log.open("ab") as output:
+        return Popen([*command, *words], stdout=output, stderr=output, preexec_fn=ends_with_us)
 
 
-def _run(name: str, words: list[str], log: Path, clock_skew_s: float) -> None:
-    """The body of the child."""
-    multiprocessing.set_start_method("fork", force=True)  # its locks need no names, which a kill would leave behind
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # else it would outlive our parent
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    if name not in _APPS:
-        os.execv(name, [name, *words])
+def main(name: str, clock_skew_s: str, *words: str) -> None:
     signal.signal(signal.SIGUSR1, hold_the_lock)
-    if clock_skew_s:
-        _skew_clock(clock_skew_s)
+    if float(clock_skew_s):
+        _skew_clock(float(clock_skew_s))
     sys.argv = [name, *words]
-    _APPS[name](words)
+    _APPS[name](list(words))
 
 
 def _skew_clock(seconds: float) -> None:
@@ -141,3 +128,6 @@ _APPS = {
     "draft": draft.app,
     "hostile": service_app(DraftConfig, run_hostile),
 }
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

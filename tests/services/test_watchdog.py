@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -127,21 +126,19 @@ def test_every_service_ends_when_its_interpreter_is_held(tmp_path: Path) -> None
         for kind, process in running.items():
             wait_for_line(tmp_path / kind, "serving on", process)
         for process in running.values():
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGUSR1)
+            process.send_signal(signal.SIGUSR1)
         for kind, process in running.items():
-            process.join(60)
-            assert process.exitcode == -signal.SIGALRM, kind
+            assert process.wait(60) == -signal.SIGALRM, kind
             assert re.search(r"CRITICAL watchdog: [^$]* in hold_the_lock\n", (tmp_path / kind).read_text()), kind
     finally:
         for process in running.values():
             process.kill()
-            process.join()
+            process.wait()
 
 
-def wait_for_line(log: Path, text: str, process: BaseProcess) -> None:
+def wait_for_line(log: Path, text: str, process: subprocess.Popen[bytes]) -> None:
     while not log.exists() or text not in log.read_text():
-        assert process.is_alive(), log.read_text()
+        assert process.poll() is None, log.read_text()
         time.sleep(0.05)
 
 

@@ -36,7 +36,7 @@ NUM_STREAMS = 3
 PR_SET_CHILD_SUBREAPER = 36
 SERVICES = ("eyas.services.router", "eyas.services.verifier", "eyas.services.draft")
 STARTERS = ("eyas.services.local", "eyas.cli")  # they may start services themselves
-MODULES = (*SERVICES, *STARTERS)
+MODULES = (*SERVICES, *STARTERS, "tests.chaos.services")
 PRELOAD = (
     *(f"{name}.__main__" for name in SERVICES),
     *STARTERS,
@@ -55,6 +55,7 @@ class Popen(subprocess.Popen[AnyStr]):
     """
 
     server: ClassVar[Server | None] = None
+    lock: ClassVar[threading.Lock] = threading.Lock()
 
     def _execute_child(self, *values: Any) -> None:
         usual: Any = super()._execute_child  # type: ignore[misc]  # where the standard library starts the process
@@ -76,7 +77,8 @@ class Popen(subprocess.Popen[AnyStr]):
             "prctl": asked["preexec_fn"].args if asked["preexec_fn"] else (),
         }
         streams = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
-        Popen.server = Popen.server or started_server()
+        with Popen.lock:
+            Popen.server = Popen.server or started_server()
         self.pid = Popen.server.start(request, [own if own != -1 else number for number, own in enumerate(streams)])
         self._child_created = True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
