@@ -1,7 +1,7 @@
 """Services that do harm or come to harm. SIGUSR1 freezes the interpreter of each, and each ends with this process.
 
-`python -m tests.chaos.services NAME SECONDS WORDS` runs one as `python -m eyas.services.NAME WORDS` would, with a wall clock
-that is wrong by so many seconds.
+`python -m tests.chaos.services NAME SECONDS WORDS` runs one as `python -m eyas.services.NAME WORDS` would, and adds SECONDS
+to its wall clock.
 """
 
 import asyncio

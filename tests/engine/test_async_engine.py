@@ -52,7 +52,7 @@ def target() -> TargetModel:
 
 
 def engine_of(target: TargetModel, are_broken: Iterable[bool] = (), **limits: int) -> Engine:
-    """An engine of which each of the first steps breaks, or does not."""
+    """are_broken: of each step from the first on, whether it breaks."""
     config = fixed_config(max_kv_tokens=1024, max_queued_requests=4, **limits)
     engine = assemble_engine(target, None, config, TreeConfig(num_steps=5), None)
     step, is_broken = engine.step, iter(are_broken)
