@@ -42,7 +42,6 @@ from eyas.text.chat_parser import ChatFormat
 from eyas.text.chat_template import ChatTemplate
 from eyas.text.tokenizer import Tokenizer
 
-MAX_CHOICES = 1024
 MAX_QUOTED_NAME = 80
 # Characters that the router adds to the id of a client: the kind of request, and the number of the prompt.
 ID_AFFIX_LENGTH = 16
@@ -81,7 +80,6 @@ class GenerationEndpoints:
         """Respond to /v1/completions."""
         arrival = _arrival("cmpl-", request, body.request_id)
         with self.service.record_rejection(arrival):
-            _check(body)
             info = await self.service.model(body.model)
             for prompt in body.prompt:
                 if not isinstance(prompt, str):
@@ -277,17 +275,6 @@ def _arrival(prefix: str, request: Request, own_id: str = "") -> Arrival:
     given = given[: MAX_REQUEST_ID_LENGTH - ID_AFFIX_LENGTH].strip()
     id_ = f"{prefix}{given or uuid.uuid4().hex}"
     return Arrival(id_, trace_pairs(request.headers.items()), request.state.arrived_at)
-
-
-def _check(body: CompletionBody) -> None:
-    if len(body.prompt) * body.n > MAX_CHOICES:
-        raise InvalidRequest(f"more than {MAX_CHOICES} completions in one request; send several requests", "n")
-    if body.echo and body.logprobs is not None:
-        if body.n > 1:
-            raise InvalidRequest("echo with logprobs scores the prompt once; ask for n = 1", "n")
-        if body.prompt_logprobs is not None:
-            reason = "echo with logprobs scores the prompt already; leave prompt_logprobs out"
-            raise InvalidRequest(reason, "prompt_logprobs")
 
 
 def _echoes(body: CompletionBody, tokenizer: Tokenizer) -> list[str]:
