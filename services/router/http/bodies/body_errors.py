@@ -25,17 +25,16 @@ MAX_GUESSES = 3  # what an unknown field may have meant
 def invalid_body(errors: Sequence[Any]) -> InvalidRequest:
     """Turn pydantic's first error about a body into one that says what to change."""
     error = errors[0]
-    location = [part for part in error["loc"] if part != "body"]
+    location, param = error["loc"], _path(error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] in ("model_type", "dataclass_type"):
         message = message.partition(" or instance of ")[0]  # of a class of ours
-    if not location:
-        return InvalidRequest("the body must be a JSON object, sent with the header 'Content-Type: application/json'")
-    param = _path(location)
-    if error["type"] == "missing":
-        return InvalidRequest(f"{param} is missing; give it", param)
     if error["type"] == "extra_forbidden":
         return InvalidRequest(_unknown_field(param, str(location[-1])), param)
+    if location in ((), ("body",)):  # the second is FastAPI's, for a body without its header
+        return InvalidRequest("the body must be a JSON object, sent with the header 'Content-Type: application/json'")
+    if error["type"] == "missing":
+        return InvalidRequest(f"{param} is missing; give it", param)
     return InvalidRequest(f"{param} is {reprlib.repr(error['input'])}: {message}", param)
 
 

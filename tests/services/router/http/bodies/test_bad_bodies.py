@@ -54,6 +54,7 @@ COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", "not a known field"),
     ({"stream": 1}, "stream", "valid boolean"),
     ({"temperatur": 1}, "temperatur", "did you mean temperature?"),
+    ({"body": 1}, "body", "not a known field"),
     ({"\ud800": 1}, None, "must be a JSON object"),
     ({"best_of": 3}, "best_of", "not supported"),
     ({"best_of": True}, "best_of", "not supported"),
