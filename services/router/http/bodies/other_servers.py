@@ -119,7 +119,8 @@ def translated(data: Mapping[str, Any], known: Collection[str]) -> dict[str, Any
         body.setdefault("temperature", 0.0)
     for name in [name for name in body if name in RESHAPED and name not in known]:
         for target, value in _READERS[name](body.pop(name), known):
-            _set(body, name, target, value)
+            if target in known:
+                _set(body, name, target, value)
     for name in [name for name in body if name in RENAMED and name not in known]:
         value = body.pop(name)
         if target := next((one for one in RENAMED[name] if one in known), ""):
@@ -157,13 +158,9 @@ def _set(body: dict[str, Any], name: str, target: str, value: Any) -> None:
 Settings = Iterator[tuple[str, Any]]
 
 
-def _thinks(is_on: bool, known: Collection[str]) -> Settings:
-    if "chat_template_kwargs" in known:
-        yield "chat_template_kwargs", {"enable_thinking": is_on, "thinking": is_on}
-
-
-def _of_enable_thinking(value: Any, known: Collection[str]) -> Settings:
-    return _thinks(_flag("enable_thinking", value), known)
+def _thinks(name: str, value: Any) -> Settings:
+    is_on = _flag(name, value)
+    yield "chat_template_kwargs", {"enable_thinking": is_on, "thinking": is_on}
 
 
 def _of_n_probs(value: Any, known: Collection[str]) -> Settings:
@@ -177,20 +174,19 @@ def _of_reasoning(value: Any, known: Collection[str]) -> Settings:
     """Return OpenRouter's settings of the reasoning."""
     settings = _object("reasoning", value)
     for key, target in (("effort", "reasoning_effort"), ("max_tokens", "thinking_token_budget")):
-        if settings.get(key) is not None and target in known:
+        if settings.get(key) is not None:
             yield target, settings[key]
-    excludes = settings.get("exclude")
-    if excludes is not None and _flag("reasoning.exclude", excludes) and "include_reasoning" in known:
+    if settings.get("exclude") is not None and _flag("reasoning.exclude", settings["exclude"]):
         yield "include_reasoning", False
     if settings.get("enabled") is not None:
-        yield from _thinks(_flag("reasoning.enabled", settings["enabled"]), known)
+        yield from _thinks("reasoning.enabled", settings["enabled"])
 
 
 def _of_think(value: Any, known: Collection[str]) -> Settings:
     if isinstance(value, str) and "reasoning_effort" in known:
         yield "reasoning_effort", value
     else:
-        yield from _thinks(_flag("think", value), known)
+        yield from _thinks("think", value)
 
 
 def _of_thinking(value: Any, known: Collection[str]) -> Settings:
@@ -198,13 +194,13 @@ def _of_thinking(value: Any, known: Collection[str]) -> Settings:
     settings = _object("thinking", value)
     if settings.get("type") not in ("enabled", "disabled", "adaptive", "auto"):
         raise InvalidRequest('thinking must have the type "enabled", "disabled", "adaptive" or "auto"', "thinking")
-    if settings.get("budget_tokens") is not None and "thinking_token_budget" in known:
+    if settings.get("budget_tokens") is not None:
         yield "thinking_token_budget", settings["budget_tokens"]
-    yield from _thinks(settings["type"] != "disabled", known)
+    yield from _thinks("thinking", settings["type"] != "disabled")
 
 
 _READERS: Mapping[str, Callable[[Any, Collection[str]], Settings]] = {
-    "enable_thinking": _of_enable_thinking,
+    "enable_thinking": lambda value, known: _thinks("enable_thinking", value),
     "n_probs": _of_n_probs,
     "reasoning": _of_reasoning,
     "think": _of_think,
