@@ -284,7 +284,7 @@ class DocumentReader:
         entries: list[tuple[list[RenderedText | Document], bool]] = []
         num_characters = 0
         for file in files:
-            for texts in self._usable(file):
+            for texts in usable_rows(file, self._texts, self.rejected):
                 entries.append((texts, file.suffix in JSON_SUFFIXES))
                 num_characters += sum(len(text[0]) for text in texts)
                 if len(entries) >= BATCH_ENTRIES or num_characters >= BATCH_CHARACTERS:
@@ -292,18 +292,11 @@ class DocumentReader:
                     entries, num_characters = [], 0
         yield from self._encoded(entries)
 
-    def _usable(self, file: Path) -> Iterator[list[RenderedText | Document]]:
-        """Yield the texts of the rows that can be used. Raises ConfigError if there are rows, and none can be."""
-        yield from usable_rows(file, self._answered, self.rejected)
-
-    def _answered(self, row: Mapping[str, Any]) -> list[RenderedText | Document] | None:
+    def _texts(self, entry: Mapping[str, Any]) -> list[RenderedText | Document] | None:
         """Return the texts of a row; None if it was not answered. Raises BadRow."""
-        if UNANSWERED & row.keys():
+        if UNANSWERED & entry.keys():
             self.num_unanswered += 1
             return None
-        return self._texts(row)
-
-    def _texts(self, entry: Mapping[str, Any]) -> list[RenderedText | Document]:
         texts: list[RenderedText | Document] = []
         if messages := messages_of(entry):
             texts += self._conversation(messages)
