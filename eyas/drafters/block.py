@@ -27,7 +27,7 @@ from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, ddtree_shape
 from eyas.drafters.trees.rows import GrowthShape, Roots
-from eyas.drafters.trees.scoring import noise_words, unfiltered_words
+from eyas.drafters.trees.scoring import unfiltered_words
 from eyas.kernels.arguments import NO_SLOTS, Projected
 from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.backends.packed_weights import PackedLinear, has_kernel
@@ -35,7 +35,6 @@ from eyas.models.heads.block import BlockHead
 from eyas.models.heads.compiled import CompiledBackbone
 from eyas.models.heads.slots import cache_and_attend
 from eyas.models.inputs import PackedInputs, Segment
-from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 
 # Of a Markov head whose biases a kernel of the CPU computes: it reads all weights for each session and level.
@@ -93,19 +92,6 @@ class BlockDrafter(NeuralDrafter[None]):
         if layer.in_features * layer.out_features > MAX_KERNEL_WEIGHTS:
             return None
         return CompiledGrowth(head.draft_ids, markov.markov_w1.weight, layer.product)
-
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        super().warm_up()
-        if self._compiled and self._growth:  # compiled at its first call
-            c, words = self._head.config, noise_words([], self._config, 1)
-            blocks = self._compiled_states(self._compiled, [0], [np.zeros(1, np.int64)])
-            place = np.array([self._kv.scratch])
-            self._compiled.cache_context(blocks[0, :1].contiguous(), place * 0, place, self._kv)
-            logits = self._head.backbone_logits(blocks.contiguous())
-            for has_noise in (False, True):
-                words[2] = has_noise
-                self._growth.trees(logits, [0], words, [TreeBudget(2, c.num_drafted)], self._max_expanded)
 
     @property
     def work(self) -> DraftWork:

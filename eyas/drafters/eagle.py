@@ -83,8 +83,6 @@ class EagleDrafter(NeuralDrafter[Tensor]):
         self._tree_slots = np.arange(first, self.first_grown_slot).reshape(padded_size(batch), -1)
         self._use_slots(slots, capture, c.hidden, dtype, self._run_pairs, c.hidden)
         self._compiled = compiled
-        if compiled:
-            compiled.compile_kernels()
         self._growth = EagleGrowth(compiled, self._kv, self._tree_slots) if compiled and compiled.has_stack else None
         self._run_segments = partial(compiled.run, kv=self._kv) if compiled else self._run_packed
 

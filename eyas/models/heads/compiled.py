@@ -39,6 +39,7 @@ class CompiledEagle:
     def __init__(self, head: EagleHead) -> None:
         from eyas.kernels.cpu import layers
 
+        layers.compile_kernels()
         self._kernels = layers
         self._head, self._embedding = head, head.embedding.detach().numpy()
         self._cos, self._sin = (head.rotary[:, i].contiguous().numpy() for i in range(2))
@@ -51,13 +52,6 @@ class CompiledEagle:
         self._final_norm = norms[-1]
         pair_norms = parts[0].hidden_norm, parts[0].input_norm  # none in an EAGLE-1 head, which has fc instead
         self._pair_norms = [norm.detach().numpy() for norm in pair_norms if norm is not None]
-
-    @staticmethod
-    def compile_kernels() -> None:
-        """Compile what passes run, unless that is done."""
-        from eyas.kernels.cpu.layers import compile_kernels
-
-        compile_kernels()
 
     @property
     def has_stack(self) -> bool:
@@ -155,6 +149,7 @@ class CompiledBackbone:
     ) -> None:
         from eyas.kernels.cpu import layers as kernels
 
+        kernels.compile_kernels()
         self._kernels, self._config, self._num_kv = kernels, c, c.num_kv_heads
         self._cos, self._sin = (rotary[:, i].contiguous().numpy() for i in range(2))
         firsts = [self._norm(layer.input_layernorm.weight) for layer in layers]
