@@ -44,3 +44,8 @@ def grown(root: int, steps: Sequence[tuple[int, int, float]]) -> DraftTree:
         nodes.setdefault((parent % (len(nodes) + 1), token), score)
     parents, tokens = zip(*nodes, strict=True) if nodes else ((), ())
     return DraftTree.of((root, *tokens), (0, *parents), (0.0, *nodes.values()), grown_ahead=len(steps) % 5 == 4)
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    """The tokens from below the root to each drafted node, in order, and its score."""
+    return {tuple(tree.tokens[n] for n in tree.path(node)[1:]): tree.log_probs[node] for node in range(1, len(tree))}

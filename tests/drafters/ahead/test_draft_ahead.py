@@ -23,6 +23,7 @@ from eyas.kernels.by_device import MAX_SORTED
 from eyas.models.heads.eagle import load_head
 from eyas.protocol.commit import Commit, NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree
+from tests.support.corpora import paths_of
 from tests.support.tiny import write_head, write_target
 from tests.support.tiny_block import tiny_block_head
 
@@ -56,11 +57,7 @@ def work(drafter: DraftAheadDrafter) -> None:
 
 def outcome(tree: DraftTree) -> list[int]:
     """The tokens below the root on the path to the tree's last node."""
-    path, node = [], len(tree.tokens) - 1
-    while node:
-        path.insert(0, tree.tokens[node])
-        node = tree.parents[node]
-    return path
+    return list([*paths_of(tree)][-1])
 
 
 def likeliest(tree: DraftTree) -> list[int]:
@@ -86,13 +83,6 @@ def naive_below(tree: GrownTree, path: Sequence[int], budget: TreeBudget) -> lis
         if steps[: len(path)] == tuple(path) and 0 < len(steps) - len(path) <= budget.max_depth
     ]
     return sorted(sorted(below, key=lambda node: -node[1])[: budget.max_nodes - 1])
-
-
-def paths(tree: DraftTree) -> list[tuple[tuple[int, ...], float]]:
-    found: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
-    for token, parent, score in list(zip(tree.tokens, tree.parents, tree.log_probs, strict=True))[1:]:
-        found.append(((*found[parent][0], token), score))
-    return found[1:]
 
 
 def random_pass(tree: GrownTree, rng: np.random.Generator, num_rows: int) -> None:
@@ -122,8 +112,8 @@ def test_a_cut_holds_the_best_descendants_of_the_committed_path(budget: TreeBudg
             assert found is not None
             found.validate(([1, *path])[-1], 9, budget.max_nodes, budget.max_depth)
             expected = naive_below(tree, path, budget)
-            assert [steps for steps, _ in sorted(paths(found))] == [steps for steps, _ in expected]
-            assert [score for _, score in sorted(paths(found))] == pytest.approx([score for _, score in expected])
+            assert sorted(paths_of(found)) == [steps for steps, _ in expected]
+            assert paths_of(found) == pytest.approx(dict(expected))
             checked += 1
         if number % 4 == 3:
             tree.move_root(1)
@@ -178,7 +168,7 @@ def test_outcomes_in_the_grown_tree_are_answered_from_it(noise: NoiseKey, tiny_t
 
 def assert_equal_trees(found: DraftTree | None, expected: DraftTree) -> None:
     assert found is not None
-    assert dict(paths(found)) == pytest.approx(dict(paths(expected)), abs=1e-4)
+    assert paths_of(found) == pytest.approx(paths_of(expected), abs=1e-4)
 
 
 @pytest.mark.parametrize(("noise", "is_compiled"), [(NOISES[0], True), (NOISES[1], True), (NOISES[0], False)])

@@ -15,7 +15,8 @@ from eyas.models.heads.mtp import load_mtp_head
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
-from tests.support.naive_eagle import Node, best_tree
+from tests.drafters.trees.test_eagle_trees import assert_same, session
+from tests.support.naive_eagle import best_tree
 from tests.support.naive_mtp import NaiveMtp
 from tests.support.tiers import nightly, tiered
 from tests.support.tiny_mtp import FAMILIES, HIDDEN, LAYERS, write_mtp
@@ -32,12 +33,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {family: write_mtp(folder / family, family) for family in FAMILIES}
 
 
-def session(seed: int, length: int) -> tuple[list[int], torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(3, 48, (length,), generator=generator).tolist()
-    return tokens, torch.randn(length - 1, HIDDEN, generator=generator)
-
-
 def commit(name: str, tokens: list[int], features: torch.Tensor, base: int, end: int, noise: NoiseKey) -> Commit:
     budget = TreeBudget(14, 4)
     return Commit(name, 0, base, tuple(tokens[base:end]), features[max(base - 1, 0) : end - 1], noise, budget)
@@ -46,15 +41,6 @@ def commit(name: str, tokens: list[int], features: torch.Tensor, base: int, end:
 def make(folder: str, output: Output = "normed", max_batch: int = 64) -> MtpDrafter:
     head = load_mtp_head(folder, folder, wiring=HeadWiring((FINAL_NORM_OUTPUT,), output=output))
     return MtpDrafter(head, SHAPE, DraftingConfig(ranking_temperature=1.0, cuda_graph_max_batch=max_batch))
-
-
-def assert_same(tree: object, nodes: list[Node], root: int) -> None:
-    assert isinstance(tree, DraftTree)
-    assert tree.tokens == (root, *(node.token for node in nodes))
-    assert list(tree.depths[1:]) == [node.depth for node in nodes]
-    torch.testing.assert_close(
-        torch.tensor(tree.log_probs[1:]), torch.tensor([n.score for n in nodes]), atol=1e-4, rtol=1e-4
-    )
 
 
 def assert_rounds(drafter: MtpDrafter, plain: NaiveMtp) -> None:

@@ -13,6 +13,7 @@ from eyas.protocol.commit import NoiseKey, TreeBudget
 from eyas.protocol.tree import DraftTree
 from tests.drafters.multi_head.naive_heads import NaiveHeads
 from tests.drafters.trees.test_eagle_trees import commit, session
+from tests.support.corpora import paths_of
 from tests.support.tiny_medusa_hydra import KINDS, tiny_heads
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=3, top_k=4)
@@ -28,11 +29,6 @@ def make(kind: str, target: str, beside: str, medusa: MedusaConfig | None = None
     drafter = DraftHead(heads, name).build_drafter(target, "float32", "cpu", SHAPE, eagle_config, methods)
     assert isinstance(drafter, MultiHeadDrafter)
     return drafter
-
-
-def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
-    """Token paths below the root and their scores, in order."""
-    return {tuple(tree.tokens[n] for n in tree.path(node)[1:]): tree.log_probs[node] for node in range(1, len(tree))}
 
 
 def assert_same(tree: object, expected: dict[tuple[int, ...], float]) -> None:

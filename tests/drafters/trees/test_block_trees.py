@@ -26,6 +26,7 @@ from eyas.protocol.tree import DraftTree
 from tests.drafters.trees.naive_block import NaiveBlock, NaivePEagle
 from tests.drafters.trees.test_eagle_trees import GREEDY, NOISES, assert_same, commit, session
 from tests.support import reference
+from tests.support.corpora import paths_of
 from tests.support.given_scores import given_scores
 from tests.support.naive_eagle import NaiveEagle, best_tree
 from tests.support.tiny_block import KINDS, tiny_block_head, tiny_peagle_head
@@ -145,8 +146,7 @@ def test_trees_of_a_markov_head_are_best_by_hand_in_every_layout(layout: str) ->
     paths = {(token,): score for score, token in first}
     paths |= {(above, token): score + own for own, above in first for score, token in children(1, above)}
     expected = dict(sorted(paths.items(), key=lambda item: -item[1])[:4])
-    found = {tuple(tree.tokens[n] for n in tree.path(node)[1:]): tree.log_probs[node] for node in range(1, len(tree))}
-    assert found == pytest.approx(expected, abs=1e-4)
+    assert paths_of(tree) == pytest.approx(expected, abs=1e-4)
 
 
 def test_a_block_is_no_deeper_than_its_head(tiny_target: str) -> None:
