@@ -7,7 +7,7 @@ Legend: S sessions, W frontier rows, R rows of the level above, L prefix length,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,14 +19,13 @@ from eyas.cache.kv_cache import KVCache
 from eyas.cache.prefix_cache import Slots
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import upload
-from eyas.drafters.base import Draft, DraftContext, DraftWork, within
+from eyas.drafters.base import DraftContext, DraftWork, within
 from eyas.drafters.neural import NeuralDrafter, check_tree, last_row, new_rows, plan_tree_slots
 from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import EagleGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import FoundRows, GrownRows, GrowthShape, Roots
 from eyas.drafters.trees.scoring import make_scorer, unfiltered_words
-from eyas.emulation.costs import PassKind
 from eyas.emulation.device import on_host
 from eyas.kernels.arguments import Ranked
 from eyas.models.backends.cuda_graphs import Capture, padded_size
@@ -129,62 +128,20 @@ class EagleDrafter(NeuralDrafter[Tensor]):
     @torch.inference_mode()
     def run_rows(self, contexts: Sequence[DraftContext], rows: Sequence[GrownRows], num_candidates: int) -> FoundRows:
         """Run rows of trees below the sessions' last commits, of any depths, in one pass."""
-        return self._run_rows([], contexts, rows, num_candidates)[1]
-
-    @torch.inference_mode()
-    def commit_beside(
-        self,
-        contexts: Sequence[DraftContext],
-        rows_of: Callable[[Sequence[DraftContext]], Sequence[GrownRows | None]],
-        num_candidates: int,
-    ) -> tuple[list[Draft], FoundRows | None]:
-        """Take commits that want no trees, and run rows of trees below them, in one pass.
-
-        rows_of: called with the commits that are run. Returns the answers to the commits, and what the rows found.
-        """
-        drafts, ready = self._admit(contexts)
-        own = [contexts[i] for i in ready]
-        for i, context in zip(ready, own, strict=True):
-            drafts[i] = DraftTree.root_only(context.tokens[-1])
-        below = [(context, rows) for context, rows in zip(own, rows_of(own), strict=True) if rows]
-        if not below:
-            if own:
-                self._extend_on_device(own)
-            return drafts, None
-        states, found = self._run_rows(own, [c for c, _ in below], [rows for _, rows in below], num_candidates)
-        for context, state in zip(own, states, strict=True):
-            self.sessions[context.session].state = state
-        return drafts, found
-
-    def _run_rows(
-        self,
-        commits: Sequence[DraftContext],
-        contexts: Sequence[DraftContext],
-        rows: Sequence[GrownRows],
-        num_candidates: int,
-    ) -> tuple[Tensor, FoundRows]:
-        """Run new pairs of commits, and rows of trees below the contexts, in one pass. Returns also the commits' states."""
-        counts = [num_features(context) for context in commits]
-        pairs = [new_rows(c, own, n, True) for c, own, n in zip(commits, self._prefix_slots(commits), counts, strict=True)]
         prefixes = self._prefix_slots(contexts)
-        segments = [*pairs, *(self._segment(*each) for each in zip(rows, prefixes, strict=True))]
-        device = self.draft_ids.device
-        true = [self._features(commits)] if commits else []
-        features = torch.cat([*true, *(on_host(own.features) for own in rows)])
+        segments = [self._segment(*each) for each in zip(rows, prefixes, strict=True)]
+        features = torch.cat([on_host(own.features) for own in rows])
 
         def run() -> tuple[Tensor, Ranked]:
             states = self._run_segments(features, segments)
             # each row is scored as a session whose last commit ends there: the noise depends on the position alone
             ends = [end for context, own in zip(contexts, rows, strict=True) for end in _ends(context, own.depths)]
-            return states, self._best_next(ends, states[sum(counts) :], num_candidates)
+            return states, self._best_next(ends, states, num_candidates)
 
-        kind: PassKind = "draft_round" if commits else "draft_level"
         if self.device is None:
-            states, best = run()
-        else:
-            states, best = self.device.run(kind, len(features), sum(map(len, prefixes)), run)
-            best = Ranked(*map(self.device.on_device, best))
-        return states[upload(np.cumsum(counts, dtype=np.int64) - 1, device)], FoundRows(states[sum(counts) :], best)
+            return FoundRows(*run())
+        states, best = self.device.run("draft_level", len(features), sum(map(len, prefixes)), run)
+        return FoundRows(states, Ranked(*map(self.device.on_device, best)))
 
     def _segment(self, rows: GrownRows, prefix: Slots) -> Segment:
         """Return the rows of a tree that grows."""

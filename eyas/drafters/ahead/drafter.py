@@ -152,12 +152,13 @@ class DraftAheadDrafter(LocalDrafter):
         return found
 
     def _path(self, context: DraftContext) -> Path:
-        """Return the tokens since the session's trees were prepared; empty if none were, or the context does not go on
-        there.
+        """Return the tokens since the session's trees were prepared; empty if none were or is wanted now, or the context
+        does not go on there.
         """
         session = self.sessions.get(context.session)
-        is_known = session and session.is_prepared and session.continues_with(context)
-        return (*session.path, *context.tokens) if session and is_known else ()
+        goes_on = session and session.is_prepared and session.continues_with(context)
+        wants_tree = context.budget.wants_tree or context.has_tree
+        return (*session.path, *context.tokens) if session and goes_on and wants_tree else ()
 
     def _with_backlog(self, context: DraftContext) -> DraftContext:
         """Return the session's backlog and `context` as one commit for the drafter."""
@@ -179,14 +180,13 @@ class DraftAheadDrafter(LocalDrafter):
         keys, self._due = [key for key in self._due if key in self.sessions], {}
         behind = [key for key in keys if self.sessions[key].backlog]
         if behind:
-            commits = [_joined(self.sessions[key].backlog)._replace(budget=NO_TREE) for key in behind]
+            commits = [_joined(self.sessions[key].backlog) for key in behind]
             answers = self.ahead.commit(commits, [self.sessions[key].path for key in behind])
             for key, answer in zip(behind, answers, strict=True):
                 if isinstance(answer, DraftTree):
                     self.sessions[key].backlog.clear()
                 else:
                     del self.sessions[key]
-                    self.ahead.release([key])
             self._drop_evicted()
         keys = [key for key in keys if key in self.sessions and self.drafter.can_grow(key)]
         if not keys:

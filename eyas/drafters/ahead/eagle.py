@@ -14,7 +14,6 @@ from eyas.config import DraftAheadConfig
 from eyas.device.transfer import download
 from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.base import Draft, DraftContext, Path, within, without_banned
-from eyas.drafters.sessions import num_features
 from eyas.drafters.trees.rows import FoundRows, GrownRows
 from eyas.protocol.commit import NO_TREE, TreeBudget
 from eyas.protocol.tree import DraftTree, PreparedTree
@@ -51,32 +50,26 @@ class AheadTrees:
         self._changed: dict[str, None] = {}
 
     def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
-        """Give the drafter commits that were foreseen and want no tree.
-
-        Their pass runs new rows of their trees as well, behind states that are predicted.
+        """Give the drafter commits, without asking for trees. Trees in which they were foreseen go on below them.
 
         Args:
-            contexts: the commits.
-            paths: of each, all tokens since the last `begin`.
+            paths: of each commit, all tokens since the last `begin`; empty where its tree cannot go on.
         """
         self.collect()
-        self._running, path_of = [], {context.session: path for context, path in zip(contexts, paths, strict=True)}
-
-        def rows_of(ready: Sequence[DraftContext]) -> list[GrownRows | None]:
-            names = list[str]()
-            for name in [context.session for context in ready]:
-                tree = self.grown.get(name)
-                root = tree.find(path_of[name]) if tree else None
-                if tree and root:
-                    tree.move_root(root)
-                    names.append(name)
-                else:  # given up since it was the answer
-                    self.release([name])
-            planned = self.plan(names, sum(map(num_features, ready)))
-            return [planned.get(context.session) for context in ready]
-
-        drafts, self._found = self._drafter.commit_beside(contexts, rows_of, self._config.num_candidates)
+        for context, path in zip(contexts, paths, strict=True):
+            tree = self.grown.get(context.session)
+            if tree and path and (root := tree.find(path)):
+                tree.move_root(root)
+            else:
+                self.release([context.session])
+        drafts = self._drafter.propose([context._replace(budget=NO_TREE) for context in contexts])
+        lost = [c.session for c, draft in zip(contexts, drafts, strict=True) if not self._goes_on(c.session, draft)]
+        self.release(lost)
         return drafts
+
+    def _goes_on(self, session: str, draft: Draft) -> bool:
+        """Return whether a tree can grow below a commit that was answered by `draft`."""
+        return isinstance(draft, DraftTree) and self._drafter.can_grow(session)
 
     def begin(self, contexts: Sequence[DraftContext]) -> None:
         """Grow trees below commits that the drafter has, from the true states behind these."""
@@ -109,8 +102,8 @@ class AheadTrees:
             with device.labelled("repair") if device and device.label and repairs else nullcontext():
                 self._found = self._drafter.run_rows(contexts, list(planned.values()), self._config.num_candidates)
 
-    def plan(self, names: Sequence[str], num_taken: int = 0) -> dict[str, GrownRows]:
-        """Return the rows of sessions in a pass: the most useful ones of all. num_taken: rows of the pass for commits.
+    def plan(self, names: Sequence[str]) -> dict[str, GrownRows]:
+        """Return the rows of sessions in a pass: the most useful ones of all.
 
         Trees without useful rows have ended growing.
         """
@@ -122,9 +115,9 @@ class AheadTrees:
         counts = {name: len(chosen) for name, (chosen, _) in useful.items()}
         worth = np.concatenate([worth for _, worth in useful.values()])
         order = np.argsort(-worth, kind="stable")
-        if len(worth) > (limit := max(MAX_ROWS - num_taken, MIN_USEFUL)):
+        if len(worth) > MAX_ROWS:
             kept = np.zeros(len(worth), np.bool_)
-            kept[order[:limit]] = True
+            kept[order[:MAX_ROWS]] = True
             ends = np.cumsum(list(counts.values()))
             counts = dict(zip(names, np.diff(np.append(0, np.cumsum(kept)[ends - 1])).tolist(), strict=True))
         for name, (chosen, _) in useful.items():
@@ -190,22 +183,11 @@ class AheadTrees:
         """Commit to the drafter, and draft on demand, up to `miss_steps` levels.
 
         Args:
-            paths: as for `trees`.
             contexts: of deterministic trees, as the drafter's next commits.
+            paths: as for `commit`.
         """
-        self.collect()
-        for context, path in zip(contexts, paths, strict=True):
-            tree, root = self.grown.get(context.session), None
-            if tree and path and (context.budget.wants_tree or context.has_tree) and (root := tree.find(path)):
-                tree.move_root(root)
-            else:
-                self.release([context.session])
-        drafts = self._drafter.propose([context._replace(budget=NO_TREE) for context in contexts])
-        can_grow = [
-            i for i, c in enumerate(contexts) if isinstance(drafts[i], DraftTree) and self._drafter.can_grow(c.session)
-        ]
-        self.release([context.session for i, context in enumerate(contexts) if i not in can_grow])
-        places = [i for i in can_grow if contexts[i].budget.wants_tree]
+        drafts = self.commit(contexts, paths)
+        places = [i for i, c in enumerate(contexts) if c.budget.wants_tree and self._goes_on(c.session, drafts[i])]
         if not places:
             return drafts
         self.begin([contexts[i] for i in places])

@@ -67,7 +67,7 @@ def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: st
     assert numbers[-1] in (len(sent), len(sent) - 1), "the last one as well"
 
 
-@pytest.mark.parametrize("place", ["_run_rows", "_best_next"])
+@pytest.mark.parametrize("place", ["run_rows", "_best_next"])
 def test_a_pass_ahead_that_fails_keeps_no_slots(
     place: str, tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
