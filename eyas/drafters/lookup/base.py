@@ -19,9 +19,10 @@ from itertools import pairwise
 from typing import Generic
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from eyas.arrays import Bools, Ints, Reals
+from eyas.arrays import Ints, Reals
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, allowed_bits, bans_of, limits_of, within
@@ -300,7 +301,7 @@ def _log_probs(trie: Trie, keys: Sequence[NoiseKey]) -> Reals:
     return log_probs
 
 
-def first_of_groups(groups: Ints, limits: Ints, *keys: Ints | Reals | Bools) -> Ints:
+def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:
     """Return places of the limits[g] first nodes of each group g in the order of the keys; the last key counts most.
 
     Ties go to the earlier place. Example: groups [0, 0, 1, 0], limits [2, 1], key [3, 1, 5, 2] give places [1, 3, 2].

@@ -193,7 +193,7 @@ class FusedLayer:
         dense: Tensor = self._down(self._gated(normed, gated))
         if self._mixture is None:
             return dense
-        return routed.run(*inputs, dense) if routed else with_experts(self._mixture, state, dense)
+        return routed.run(inputs[0], inputs[1], dense) if routed else with_experts(self._mixture, state, dense)
 
     def _gated(self, normed: Tensor, gated: Callable[..., Tensor]) -> Tensor:
         """Return the activated gates times values [1, R, I]; both are freed before the next product."""
