@@ -27,7 +27,7 @@ from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import CompiledGrowth
 from eyas.drafters.trees.growth import Expansion, IndependentExpansion, ddtree_shape
 from eyas.drafters.trees.rows import GrowthShape, Roots
-from eyas.drafters.trees.scoring import unfiltered_words
+from eyas.drafters.trees.scoring import unmasked_words
 from eyas.kernels.arguments import NO_SLOTS, Projected
 from eyas.models.backends.cuda_graphs import Capture, padded_size
 from eyas.models.backends.packed_weights import PackedLinear, has_kernel
@@ -119,7 +119,7 @@ class BlockDrafter(NeuralDrafter[None]):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees; in one kernel on the CPU, where nothing but noise changes the head's logits."""
-        words = unfiltered_words(contexts, self._config) if self._growth else None
+        words = unmasked_words(contexts, self._config) if self._growth else None
         if not self._compiled or not self._growth or words is None:
             return super()._grow(contexts, states)
         tokens, shape = [context.tokens[-1] for context in contexts], self._shape(contexts, self._max_expanded)

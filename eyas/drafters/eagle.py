@@ -25,7 +25,7 @@ from eyas.drafters.sessions import KVLedger, make_kv_cache, num_features
 from eyas.drafters.trees.cpu_growth import EagleGrowth
 from eyas.drafters.trees.growth import Expansion, StaticTree
 from eyas.drafters.trees.rows import FoundRows, GrownRows, GrowthShape, Roots
-from eyas.drafters.trees.scoring import make_scorer, unfiltered_words
+from eyas.drafters.trees.scoring import make_scorer, unmasked_words
 from eyas.emulation.device import on_host
 from eyas.kernels.arguments import Ranked
 from eyas.models.backends.cuda_graphs import Capture, padded_size
@@ -155,7 +155,7 @@ class EagleDrafter(NeuralDrafter[Tensor]):
 
     def _grow(self, contexts: Sequence[DraftContext], states: Tensor) -> Sequence[DraftTree]:
         """Grow deterministic trees; by the kernels of the CPU, where nothing but noise changes the head's logits."""
-        words = unfiltered_words(contexts, self._config) if self._growth else None
+        words = unmasked_words(contexts, self._config) if self._growth else None
         if self._growth is None or words is None:
             return super()._grow(contexts, states)
         tokens, shape = [context.tokens[-1] for context in contexts], self._shape(contexts, self._max_expanded)

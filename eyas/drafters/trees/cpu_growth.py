@@ -55,7 +55,7 @@ class EagleGrowth:
         Args:
             states: behind their last pairs [S, H].
             roots: the target's ids.
-            words: see `scoring.unfiltered_words`.
+            words: see `scoring.unmasked_words`.
             shape: most levels, and nodes expanded at each.
             prefixes: slots of each session.
         """
@@ -126,7 +126,7 @@ class CompiledGrowth:
         Args:
             logits: of all levels, float32 [S, L, D].
             roots: the target's ids.
-            words: see `scoring.unfiltered_words`.
+            words: see `scoring.unmasked_words`.
         """
         values, kernels = logits.contiguous().numpy(), self._kernels
         noise = kernels.NO_NOISE

@@ -232,12 +232,10 @@ def noise_words(contexts: Sequence[DraftContext], config: DraftingConfig, num_ro
     return np.concatenate([ints, reals.view(np.uint64)]).view(np.int64)
 
 
-def unfiltered_words(contexts: Sequence[DraftContext], config: DraftingConfig) -> Ints | None:
-    """Return `noise_words` where nothing else changes the logits; None for sessions with masks, biases or filters."""
-    if any(context.allowed or context.logit_biases for context in contexts):
-        return None
-    words = noise_words(contexts, config, len(contexts))
-    return None if scorer_kind(words) == "filtered" else words
+def unmasked_words(contexts: Sequence[DraftContext], config: DraftingConfig) -> Ints | None:
+    """Return `noise_words` where nothing else changes the logits; None for sessions with masks or biases."""
+    is_masked = any(context.allowed or context.logit_biases for context in contexts)
+    return None if is_masked else noise_words(contexts, config, len(contexts))
 
 
 def chain_words(contexts: Sequence[DraftContext]) -> Ints:

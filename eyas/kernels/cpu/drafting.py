@@ -17,7 +17,7 @@ from numba import float32, float64, int64, types
 from eyas.kernels.arguments import BLOCK_OUTPUTS, FLOATS
 from eyas.kernels.cpu.compiling import compile_all, kernel
 from eyas.kernels.cpu.products import multiply_weight, num_blocks_of
-from eyas.kernels.cpu.sampling import BLOCK, best_of, real_word, shared_noise, shifted_scores
+from eyas.kernels.cpu.sampling import BLOCK, best_of, filters_of, kept_logits_of, real_word, shared_noise, shifted_scores
 
 NO_NOISE, NO_EMBEDDING = np.zeros((0, 0, 0), np.float32), np.zeros((0, 0), np.float32)
 
@@ -69,11 +69,11 @@ def _add_children(child_scores, child_tokens, log_sum, above, parent, count, sco
 
 
 @kernel(error_model="numpy")
-def _grow_tree(logits, markov, root, draft_ids, noise, by, limit, depth, k, scores, tokens, parents):
+def _grow_tree(logits, markov, root, draft_ids, noise, by, filters, limit, depth, k, scores, tokens, parents):
     """Record candidates of one session, level by level: scores, draft ids and parents [P]. Returns how many there are."""
     size, rank = logits.shape[1], markov.embedding.shape[1]
     filled = num_blocks_of(size) * BLOCK_OUTPUTS
-    row, weights = np.empty(size, np.float32), np.empty(size, np.float32)
+    row, weights, kept = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     maxima = np.empty((max(size, len(scores)) + BLOCK - 1) // BLOCK, np.float32)
     best, places = np.empty(max(limit, k), np.float32), np.empty(max(limit, k), np.int64)
     latents, biased = np.empty((k, rank), np.float32), np.empty((k, filled if rank else 0), np.float32)
@@ -93,7 +93,8 @@ def _grow_tree(logits, markov, root, draft_ids, noise, by, limit, depth, k, scor
         first, own = count, noise[level] if len(noise) else weights[:0]
         for w in range(width):
             if rank or w == 0:  # without a Markov head the scores are the same below all nodes
-                log_sum = shifted_scores(biased[w][:size] if rank else logits[level], own, by, row, weights)
+                own_logits = kept_logits_of(biased[w][:size] if rank else logits[level], filters, kept, maxima)
+                log_sum = shifted_scores(own_logits, own, by, row, weights)
                 best_of(row, maxima, child_scores, child_tokens)
             # Candidates have numbers from 1; 0 is the root.
             above, parent = (scores[frontier[w]], frontier[w] + 1) if level else (np.float32(0.0), 0)
@@ -135,16 +136,17 @@ def grow_level(logits, level, noise, words, limits, depths, widths, frontiers, c
         scores, tokens, parents: of all candidates [S, P], parents by number from 1.
     """
     size, k, room, row = logits.shape[1], frontiers.shape[1], scores.shape[1], 0
-    values, weights = np.empty(size, np.float32), np.empty(size, np.float32)
+    values, weights, kept = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
     maxima = np.empty((max(size, room) + BLOCK - 1) // BLOCK, np.float32)
     best, places = np.empty(max(room, k), np.float32), np.empty(max(room, k), np.int64)
     child_scores, child_tokens = np.empty(k, np.float32), np.empty(k, np.int64)
     for s in range(len(widths)):
         # by: inverse of the ranking temperature, which is word 5 of the session.
         first, own, by = counts[s], noise[s, level] if len(noise) else weights[:0], np.float32(1.0) / real_word(words, 5, s)
+        filters = filters_of(words, s)
         for w in range(widths[s]):
             above, parent = (scores[s, frontiers[s, w]], frontiers[s, w] + 1) if level else (np.float32(0.0), 0)
-            log_sum = shifted_scores(logits[row], own, by, values, weights)
+            log_sum = shifted_scores(kept_logits_of(logits[row], filters, kept, maxima), own, by, values, weights)
             best_of(values, maxima, child_scores, child_tokens)
             counts[s] = _add_children(
                 child_scores, child_tokens, log_sum, above, parent, counts[s], scores[s], tokens[s], parents[s]
@@ -187,7 +189,7 @@ def grow_trees(logits, markov, roots, draft_ids, noise, words, limits, depths, k
     for s in range(len(roots)):
         own, by = noise[s] if len(noise) else NO_NOISE_ROWS, np.float32(1.0) / real_word(words, 5, s)
         count = _grow_tree(
-            logits[s], markov, roots[s], draft_ids, own, by, limits[s], depths[s], k,
+            logits[s], markov, roots[s], draft_ids, own, by, filters_of(words, s), limits[s], depths[s], k,
             all_scores, all_tokens, all_parents,
         )  # fmt: skip
         found = all_scores, all_tokens, all_parents

@@ -32,7 +32,7 @@ from eyas.kernels.cpu.products import (
     sum_values,
     transpose_keys,
 )
-from eyas.kernels.cpu.sampling import HIGHEST, draw_plain_rows, exp, highest_of, rank_rows, sum_of
+from eyas.kernels.cpu.sampling import HIGHEST, draw_each, exp, highest_of, rank_rows, sum_of
 from eyas.kernels.cpu.sharing import PHASE_SIZE, finish_part, next_part, wait_for_parts
 
 # Rows of a segment that are attended at a time, and keys whose scores are computed at a time.
@@ -532,7 +532,7 @@ def compile_kernels() -> None:
                 *(float64, int64, float64, int64, int64, heads),
             ),
             rank_rows: (rows, rows, int64[:, ::1]),
-            draw_plain_rows: (rows, ids, ids, row, ids),
+            draw_each: (rows, ids, ids, row, ids, row, row, ids),
             multiply_weight: (rows, int64, int64, rows),
             multiply_together: (rows, int64, int64, rows, ids, int64),
             run_layers: (

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.kernels.arguments import MAX_KERNEL_K, MIN_TEMPERATURE, Draws, Ranked, has_filters
+from eyas.kernels.arguments import MASS_BITS, MAX_KERNEL_K, MIN_FILTER_TEMPERATURE, MIN_TEMPERATURE, Draws, Ranked
 from eyas.kernels.cpu.compiling import kernel
 from eyas.kernels.plain import sampling as plain
 from eyas.kernels.plain.sampling import kept_logits as kept_logits
@@ -32,6 +32,10 @@ GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5
 STEP, LEAST_UNIFORM = 2.0**-52, 2.0**-53
 # A lower bound of a score is not above it by more than this factor, whatever is rounded.
 SLACK = 1.00001
+# Bins of logits below the highest one, so many for a factor of e in probability. Filters sort the tokens of one bin.
+NUM_BINS, BINS_OF_E = 1024, np.float32(16.0)
+# Unit of what a token counts for top-p, and how far below the likeliest token, in factors of e, a token counts nothing.
+MASS, WEIGHTLESS = np.float32(2.0**MASS_BITS), np.float32(MASS_BITS * math.log(2) + 0.01)
 
 
 @kernel(error_model="numpy", fastmath={"contract"}, inline="always")
@@ -255,15 +259,146 @@ def _race(row, key, by, top, maxima, weights, bounds):
     return winner
 
 
+@kernel(error_model="numpy", fastmath={"contract"}, inline="always")
+def _bin_of(logit, top, by):
+    """Return the bin of a logit of at most `top`; a lower one has a higher bin, and equal ones share theirs."""
+    return np.int64(min((top - logit) * by * BINS_OF_E, np.float32(NUM_BINS - 1)))
+
+
+@kernel(error_model="numpy", fastmath={"contract"}, inline="always")
+def _mass(logit, top, by):
+    """Return what a token counts for top-p: a whole number, so that no sum of them depends on its order."""
+    return np.int64(exp((logit - top) * by) * MASS)
+
+
 @kernel(error_model="numpy")
-def draw_plain_rows(logits, seeds, positions, temperatures, tokens):
-    """Draw one token of each row of float32 logits [N, V] without filters, to int64 tokens [N]; V where a row holds NaN.
+def _sorted_bin(row, maxima, least, top, by, found, count):
+    """Return the `count` tokens of row [V] in the bin `found`: the highest logit first, the lowest id on a tie."""
+    places, below, num = np.empty(count, np.int64), np.empty(count, np.float32), 0
+    for block in range(len(maxima)):
+        if maxima[block] < least or _bin_of(maxima[block], top, by) > found:
+            continue
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, len(row))):
+            if row[i] >= least and _bin_of(row[i], top, by) == found:
+                places[num], below[num] = i, -row[i]
+                num += 1
+    return places[np.argsort(below, kind="mergesort")]
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def _count_bins(row, maxima, least, top, by):
+    """Return how many tokens of row [V] with logits of at least `least` each bin has, and their masses."""
+    counts, masses = np.zeros(NUM_BINS, np.int64), np.zeros(NUM_BINS, np.int64)
+    bins, own = np.empty(BLOCK, np.int32), np.empty(BLOCK, np.float32)
+    for block in range(len(maxima)):
+        if maxima[block] < least:
+            continue
+        logits = row[block * BLOCK : (block + 1) * BLOCK]
+        for j in range(len(logits)):  # apart from the sums, so that LLVM uses vectors
+            below = (top - logits[j]) * by
+            own[j] = exp(-below) * MASS
+            bins[j] = np.int32(min(below * BINS_OF_E, np.float32(NUM_BINS - 1)))
+        for j in range(len(logits)):
+            if logits[j] >= least:
+                counts[bins[j]] += 1
+                masses[bins[j]] += np.int64(own[j])
+    return counts, masses
+
+
+@kernel(error_model="numpy")
+def _last_kept(row, maxima, least, top, by, top_k, top_p):
+    """Return the last token of row [V] that top-k and top-p keep, in the order of `_sorted_bin`.
+
+    least: logits below this count for neither.
+    """
+    counts, masses = _count_bins(row, maxima, least, top, by)
+    # The bin in which the last token of top-k lies, and what the tokens up to that one weigh.
+    limit, end, before, total = top_k if top_k > 0 else counts.sum(), 0, 0, 0
+    while before + counts[end] < limit:
+        before += counts[end]
+        total += masses[end]
+        end += 1
+    if top_k > 0 or top_p >= 1:
+        places = _sorted_bin(row, maxima, least, top, by, end, counts[end])[: limit - before]
+        if top_p >= 1:
+            return places[-1]
+        masses[end] = 0
+        for place in places:
+            masses[end] += _mass(row[place], top, by)
+    total += masses[end]
+    # A token is kept as long as all before it weigh less than the share.
+    wanted, reached, found = math.ceil(np.float64(top_p) * np.float64(total)), 0, 0
+    while found < end and reached + masses[found] < wanted:
+        reached += masses[found]
+        found += 1
+    if found < end or top_k <= 0:
+        places = _sorted_bin(row, maxima, least, top, by, found, counts[found])
+    last = 0
+    while last + 1 < len(places):
+        reached += _mass(row[places[last]], top, by)
+        if reached >= wanted:
+            break
+        last += 1
+    return places[last]
+
+
+@kernel(error_model="numpy", fastmath={"contract"})
+def kept_tokens(row, maxima, top, by, top_k, top_p, min_p):
+    """Return the tokens of row [V] that the filters of `eyas.kernels.probabilities` keep; the likeliest always is.
+
+    Args:
+        row: without NaN and infinity.
+        maxima: see `_highest_by_block`.
+        top: the highest logit, above minus infinity.
+        by: inverse of the temperature.
+        top_k: most tokens; 0 keeps all.
+    """
+    top_k = np.int64(0) if top_k >= len(row) else top_k
+    least = edge = -np.float32(np.inf)
+    last = np.int64(len(row))
+    if top_k > 0 or top_p < 1:
+        if 0 < top_k <= len(maxima):
+            # The k-th highest of the blocks' highest logits is at most the k-th highest logit.
+            least = np.partition(maxima, len(maxima) - top_k)[len(maxima) - top_k]
+        elif top_k <= 0:
+            least = top - WEIGHTLESS / by
+        last = _last_kept(row, maxima, least, top, by, top_k, top_p)
+        least = edge = row[last]
+    if min_p > 0:  # a little below the bound, as the logarithm is rounded
+        least = max(least, top + (ln(min_p) - np.float32(0.01)) / by)
+    places, num = np.empty(len(row), np.int64), 0
+    for block in range(len(maxima)):
+        if maxima[block] < least:
+            continue
+        for i in range(block * BLOCK, min((block + 1) * BLOCK, len(row))):
+            is_before = row[i] >= least and (row[i] > edge or i <= last)
+            if is_before and exp((row[i] - top) * by) >= min_p:
+                places[num] = i
+                num += 1
+    return places[:num]
+
+
+@kernel(error_model="numpy")
+def _race_of(row, places, key, by, top):
+    """Return the one of a few tokens of row [V] that wins, as `_race` of all does."""
+    winner, least = places[0], np.float32(np.inf)
+    for place in places:
+        score = _score(row, key, by, top, place)
+        if score < least or (score == least and place < winner):
+            winner, least = place, score
+    return winner
+
+
+@kernel(error_model="numpy")
+def draw_each(logits, seeds, positions, temperatures, top_ks, top_ps, min_ps, tokens):
+    """Draw one token of each row of float32 logits [N, V], to int64 tokens [N]; V where a row holds NaN.
 
     As `eyas.kernels.by_device.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs.
 
     Args:
         seeds: the signed integers with the same bits.
         temperatures: float32, above 0 at least MIN_TEMPERATURE.
+        top_ks, top_ps, min_ps: int64, float32 and float32; filters of rows with temperatures above 0.
     """
     num_rows, size = logits.shape
     maxima = np.empty((size + BLOCK - 1) // BLOCK, np.float32)
@@ -279,8 +414,12 @@ def draw_plain_rows(logits, seeds, positions, temperatures, tokens):
         if num_unusable or (is_drawn and np.isinf(top)):
             tokens[n] = size
         elif is_drawn:
-            key = row_key(seeds[n], positions[n])
-            tokens[n] = _race(row, key, np.float32(1.0) / temperatures[n], top, maxima, weights, bounds)
+            key, by = row_key(seeds[n], positions[n]), np.float32(1.0) / temperatures[n]
+            if top_ks[n] > 0 or top_ps[n] < 1 or min_ps[n] > 0:
+                places = kept_tokens(row, maxima, top, by, top_ks[n], top_ps[n], min_ps[n])
+                tokens[n] = _race_of(row, places, key, by, top)
+            else:
+                tokens[n] = _race(row, key, by, top, maxima, weights, bounds)
         else:
             block = 0
             while maxima[block] != top:
@@ -325,6 +464,35 @@ def shared_noise(words, draft_ids, noise):
                 row[i] = -ln(exponential) * temperature
 
 
+@kernel(error_model="numpy")
+def filters_of(words, session):
+    """Return top-k, the inverse of the temperature, top-p and min-p of a session's draws; words: as of `real_word`."""
+    by = np.float32(1.0) / max(real_word(words, 4, session), np.float32(MIN_FILTER_TEMPERATURE))
+    return words[3, session], by, real_word(words, 6, session), real_word(words, 7, session)
+
+
+@kernel(error_model="numpy")
+def kept_logits_of(logits, filters, kept, maxima):
+    """Return logits [D], or `kept` [D] with minus infinity for what `filters_of` a session leave out.
+
+    maxima: scratch, at least [D / BLOCK].
+    """
+    top_k, by, top_p, min_p = filters
+    if not (top_k > 0 or top_p < 1 or min_p > 0):
+        return logits
+    for i in range(len(logits)):
+        kept[i] = logits[i] if logits[i] < np.inf else -np.float32(np.inf)
+    highest = maxima[: (len(logits) + BLOCK - 1) // BLOCK]
+    _highest_by_block(kept, highest)
+    top = highest_of(highest)
+    if top > -np.inf:
+        places = kept_tokens(kept, highest, top, by, top_k, top_p, min_p)
+        found = kept[places]
+        kept[:] = -np.float32(np.inf)
+        kept[places] = found
+    return kept
+
+
 @kernel(error_model="numpy", fastmath={"contract"})
 def shifted_scores(logits, noise, by, scores, weights):
     """Write logits [D] with noise [D], if there is some, times `by`, to scores; returns the logarithm of the sum of their
@@ -347,15 +515,16 @@ def shifted_scores(logits, noise, by, scores, weights):
 
 
 def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
-    """Draw a token of each row of logits [N, V], see SamplingKernels; those with filters in operations of torch."""
+    """Draw a token of each row of logits [N, V], see SamplingKernels."""
     keys = draws.keys
     tokens = torch.empty(len(logits), dtype=torch.int64)
     seeds = draws.by_row([key.seed for key in keys], np.uint64).view(np.int64)
     heats = [max(key.temperature, MIN_TEMPERATURE) if key.temperature > 0 else 0.0 for key in keys]
-    draw_plain_rows(logits.contiguous().numpy(), seeds, draws.positions, draws.by_row(heats, np.float32), tokens.numpy())
-    filtered = np.flatnonzero(draws.by_row(list(map(has_filters, keys)), np.bool_)).tolist()
-    if filtered:
-        plain.draw_some(logits, draws, filtered, tokens)
+    top_ks = draws.by_row([key.top_k for key in keys], np.int64)
+    reals = (draws.by_row(own, np.float32) for own in (heats, [key.top_p for key in keys], [key.min_p for key in keys]))
+    temperatures, top_ps, min_ps = reals
+    rows = logits.contiguous().numpy()
+    draw_each(rows, seeds, draws.positions, temperatures, top_ks, top_ps, min_ps, tokens.numpy())
     return tokens
 
 

@@ -5,8 +5,6 @@ Legend: N rows, V vocabulary, P tokens of a part of it. Softmax and comparisons 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,14 +22,9 @@ def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
         return draw_tokens(target_probs(logits, draws), draws)
     tokens = greedy(logits)
     if random:
-        draw_some(logits, draws, random, tokens)
+        drawn, places = draws.taken(random), upload(random, logits.device)
+        tokens[places] = draw_tokens(target_probs(logits[places], drawn), drawn)
     return tokens
-
-
-def draw_some(logits: Tensor, draws: Draws, rows: Sequence[int], tokens: Tensor) -> None:
-    """Draw the tokens of some rows, all with temperatures above 0, into tokens [N]."""
-    drawn, places = draws.taken(rows), upload(rows, logits.device)
-    tokens[places] = draw_tokens(target_probs(logits[places], drawn), drawn)
 
 
 def race(logits: Tensor, draws: Draws, first_id: int, vocab_size: int) -> Tensor:

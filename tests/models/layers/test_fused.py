@@ -104,7 +104,7 @@ def assert_equal_to_unfused(target: TargetModel, *others: TargetOutput) -> None:
 def test_fused_layers_equal_those_of_transformers(target: TargetModel) -> None:
     """By kernels and without numba. Kernels are compiled when a target is loaded, not later."""
     kernels = pytest.importorskip("eyas.kernels.cpu.layers", reason="numba is not installed")
-    names = ("norm", "add_norm", "gate", "rotate", "store", "attend", "rank_rows", "draw_plain_rows", "run_layers")
+    names = ("norm", "add_norm", "gate", "rotate", "store", "attend", "rank_rows", "draw_each", "run_layers")
     compiled = [getattr(kernels, name) for name in (*names, "multiply_weight")]
     signatures = [list(kernel.signatures) for kernel in compiled]
     assert all(signatures)
