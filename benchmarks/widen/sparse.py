@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eyas.callbacks import nothing
 from eyas.errors import ConfigError
 
 # Most bytes of a file, unless one tensor has more.
@@ -69,7 +68,7 @@ class SparseTensor:
         return min(self.nbytes, pages * PAGE_BYTES)
 
 
-def write_sparse(folder: Path, tensors: Sequence[SparseTensor], advance: Callable[[int], object] = nothing) -> None:
+def write_sparse(folder: Path, tensors: Sequence[SparseTensor], advance: Callable[[int], object] = lambda _: None) -> None:
     """Write model.safetensors, or several files and their index if there are more than SHARD_BYTES.
 
     Memory holds the values of one row at a time. advance: called with the bytes of each tensor that is written.

@@ -25,7 +25,6 @@ from eyas.bench.timing import (
     summarise,
     timed_stages,
 )
-from eyas.callbacks import nothing
 from eyas.config import DraftingConfig, EngineConfig
 from eyas.device.placement import use_threads
 from eyas.drafters.base import Drafter
@@ -51,7 +50,7 @@ class BenchParts:
 
 
 def measure(
-    settings: OfflineSettings, progress: Progress, found: Callable[[SpeedComparison], object] = nothing
+    settings: OfflineSettings, progress: Progress, found: Callable[[SpeedComparison], object] = lambda _: None
 ) -> OfflineResults:
     """Take every measurement. Raises EyasError for models and prompts that cannot be used.
 

@@ -12,7 +12,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from eyas.arrays import Ints, Reals
+from eyas.arrays import Ints
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.drafters.base import (
     NO_WORK,
@@ -246,14 +246,17 @@ def merge_trees(
     found, counts = list(chain.from_iterable(trees)), np.array([len(own) for own in trees])
     order = sorted(range(len(found)), key=lambda place: id(found[place].trees))  # so that arrays are taken at once
     nodes = DraftTrees.of([found[place] for place in order]).taken(np.argsort(order).tolist())
-    made = DraftTrees.below(roots, *_merged(nodes, counts, limits, depths, min_share))
+    made = _merged(roots, nodes, counts, limits, depths, min_share)
     return replace(made, grown_ahead=np.array([any(tree.grown_ahead for tree in own) for own in trees]))
 
 
-def _merged(nodes: DraftTrees, counts: Ints, limits: Ints, depths: Ints, min_share: float) -> tuple[Ints, Ints, Reals, Ints]:
-    """Return tokens, parents and scores of each session's best nodes [S, N], and how many these are [S].
+def _merged(
+    roots: Sequence[int], nodes: DraftTrees, counts: Ints, limits: Ints, depths: Ints, min_share: float
+) -> DraftTrees:
+    """Return the tree of each session's best nodes.
 
     Args:
+        roots: tokens [S].
         nodes: all trees, the `counts` [S] of each session one after the other.
         limits, depths: most nodes and levels [S].
     """
@@ -280,7 +283,7 @@ def _merged(nodes: DraftTrees, counts: Ints, limits: Ints, depths: Ints, min_sha
     at = sessions[chosen], numbers[chosen] - 1
     cells, found = np.zeros((2, len(counts), int(limits.max())), np.int64), np.empty((len(counts), int(limits.max())))
     cells[0][at], cells[1][at], found[at] = tokens[chosen], numbers[firsts[above[chosen]]], better[chosen]
-    return cells[0], cells[1], found, np.diff(ends)
+    return DraftTrees.below(roots, cells[0], cells[1], found, np.diff(ends))
 
 
 def _lineage(parents: Ints) -> Ints:

@@ -13,7 +13,6 @@ import torch
 
 from eyas.api.request import Chunk, Request
 from eyas.api.validation import check_engine_request, check_request
-from eyas.callbacks import nothing
 from eyas.config import EngineConfig
 from eyas.device.memory import out_of_memory_text
 from eyas.engine.budget.base import CostTimer, DraftBudget, FixedDraftBudget, NextStep
@@ -127,7 +126,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.report = StepReport()
 
-    def step(self, meanwhile: Callable[[], object] = nothing) -> Seq[Chunk]:
+    def step(self, meanwhile: Callable[[], object] = lambda: None) -> Seq[Chunk]:
         """Advance every running request by one forward pass. Returns new tokens, and final chunks of requests that ended.
 
         The chunks are made when the first is read: read them in `meanwhile` of the next step if there is one.
@@ -223,7 +222,7 @@ class Engine:
         log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
         middle = len(batch) // 2
         first = self._verified(batch[:middle], meanwhile, wait_for_masks)
-        return StepOutputs.joined(first, self._verified(batch[middle:], nothing, wait_for_masks))
+        return StepOutputs.joined(first, self._verified(batch[middle:], lambda: None, wait_for_masks))
 
     def load_grammars(self) -> None:
         """Load what structured outputs need, before the first request does. What prevents it is an error of that request."""

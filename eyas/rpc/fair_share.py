@@ -7,8 +7,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection
 from typing import TypeAlias
 
-from eyas.callbacks import nothing
-
 # The names that a call counts for, such as a key and an address.
 Callers: TypeAlias = tuple[str, ...]
 
@@ -76,7 +74,7 @@ class FairSlots:
         """Return how many slots these callers wait for."""
         return len(self._waiting.get(callers, ()))
 
-    async def take(self, callers: Callers, on_wait: Callable[[], object] = nothing) -> None:
+    async def take(self, callers: Callers, on_wait: Callable[[], object] = lambda: None) -> None:
         """Take a slot once it is the turn of these callers. on_wait: called if they have to wait."""
         if callers not in self._waiting and self._limit.fits(callers, 1):
             self._limit.take(callers, 1)

@@ -10,7 +10,6 @@ import numpy.typing as npt
 from torch import Tensor
 
 from eyas.arrays import Ints
-from eyas.callbacks import nothing
 from eyas.device.transfer import download
 from eyas.kernels.arguments import Draws
 from eyas.kernels.by_device import sample
@@ -30,7 +29,7 @@ def verify(
     output: StepLogits,
     rules: LogitRules,
     wait_for_masks: Callable[[], TokenMasks] = TokenMasks,
-    meanwhile: Callable[[], object] = nothing,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> StepOutputs:
     """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eyas.callbacks import nothing
 from eyas.config import ServedModel
 from eyas.config.checks import at_least, require
 from eyas.config.file_values import read_json
@@ -102,7 +101,7 @@ class Prepared:
 
 def prepare(  # noqa: PLR0913  # options of `eyas train prepare`
     model: str, files: Sequence[Path], out: Path, heldout: float, max_length: int, min_loss_tokens: int, seed: int,
-    chat_template_kwargs: Mapping[str, Any] | None = None, show: Callable[[int], object] = nothing,
+    chat_template_kwargs: Mapping[str, Any] | None = None, show: Callable[[int], object] = lambda _: None,
 ) -> Prepared:  # fmt: skip
     """Write a prepared folder, in batches of documents.
 

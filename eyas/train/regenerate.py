@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from eyas.api.request import Prompt, SamplingParams
-from eyas.callbacks import nothing
 from eyas.config.checks import at_least, require
 from eyas.errors import ConfigError, EyasError
 from eyas.llm import LLM
@@ -69,7 +68,7 @@ def regenerate(
     files: Sequence[Path],
     out: Path,
     settings: RegenerateSettings,
-    show: Callable[[int], object] = nothing,
+    show: Callable[[int], object] = lambda _: None,
 ) -> Regenerated:
     """Append an answered entry to `out` for each entry that it lacks; failures are kept with their reason.
 

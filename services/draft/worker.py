@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Self
 
 from eyas.api.validation import MAX_REQUEST_ID_LENGTH
-from eyas.callbacks import nothing
 from eyas.config import DraftQueueConfig
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter
 from eyas.errors import InvalidRequest
@@ -44,7 +43,7 @@ class DraftWorker:
         self,
         drafter: LocalDrafter,
         info: DrafterInfo,
-        on_break: Callable[[], object] = nothing,
+        on_break: Callable[[], object] = lambda: None,
         telemetry: DraftTelemetry | None = None,
         queue: DraftQueueConfig | None = None,
     ) -> None:

@@ -16,7 +16,6 @@ import httpx
 import typer
 from rich.console import Console
 
-from eyas.callbacks import nothing
 from eyas.cli import options
 from eyas.errors import ConfigError, Unavailable
 from eyas.progress import Progress
@@ -99,7 +98,7 @@ def _server(console: Console, url: str, model: str, context: typer.Context) -> I
     A model is served in the body's time.
     """
     if url:
-        yield url.rstrip("/").removesuffix("/v1"), nothing
+        yield url.rstrip("/").removesuffix("/v1"), lambda: None
         return
     with running_cluster(plan_of_options(context), free_port()) as cluster:
         wait_until_ready(console, cluster)
@@ -264,7 +263,7 @@ async def answer_all(
     api_key: str,
     concurrency: int,
     console: Console,
-    tend: Callable[[], object] = nothing,
+    tend: Callable[[], object] = lambda: None,
 ) -> BatchCounts:
     """Send the requests that are left, `concurrency` at once, and write each response as it comes.
 

@@ -25,7 +25,6 @@ from subprocess import DEVNULL, STDOUT, Popen, TimeoutExpired
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from eyas.callbacks import nothing
 from eyas.config import DraftConfig, RouterConfig, VerifierConfig, load
 from eyas.config.loader import read_yaml
 from eyas.errors import CheckpointError, ConfigError, MissingPackage, Unavailable
@@ -272,7 +271,7 @@ class Cluster:
         for child in self.children:
             child.check()
 
-    def wait(self, child: Child, timeout_s: float = START_TIMEOUT_S, on_poll: Callable[[], object] = nothing) -> None:
+    def wait(self, child: Child, timeout_s: float = START_TIMEOUT_S, on_poll: Callable[[], object] = lambda: None) -> None:
         """Return once `child` is SERVING, a router once it reaches a verifier; call `on_poll` while it is not.
 
         Raises Unavailable if a process ends or the time is up.
@@ -294,7 +293,7 @@ class Cluster:
         self.killed.add(process.pid)
         process.kill()
 
-    def tend(self, on_restart: Callable[[str], object] = nothing) -> None:
+    def tend(self, on_restart: Callable[[str], object] = lambda _: None) -> None:
         """Raise Unavailable with the reason if a process has ended, other than the draft service, which is started again.
 
         That is done at most MAX_DRAFT_RESTARTS times in RESTART_WINDOW_S seconds, or as often as `kill_drafter` ends it.
@@ -316,7 +315,9 @@ class Cluster:
                 on_restart(reason)
                 child.start()
 
-    def watch(self, on_restart: Callable[[str], object] = nothing, on_poll: Callable[[], object] = nothing) -> None:
+    def watch(
+        self, on_restart: Callable[[str], object] = lambda _: None, on_poll: Callable[[], object] = lambda: None
+    ) -> None:
         """Block while the processes live, see `tend`; call `on_poll` every POLL_INTERVAL_S seconds."""
         while True:
             self.tend(on_restart)

@@ -19,7 +19,6 @@ from rich.text import Text
 from eyas.api.outputs import TextChunk
 from eyas.api.request import GenerationStats, Request, SamplingParams
 from eyas.bench.results import Run, first_difference, total_stats
-from eyas.callbacks import nothing
 from eyas.cli.generate import ScreenPrinter
 from eyas.client import Client, RetryPolicy
 from eyas.errors import EyasError, RequestFailed
@@ -98,7 +97,7 @@ def _ask(
     prompt: Prompt,
     sampling: SamplingParams,
     mode: Mode,
-    on_chunk: Callable[[TextChunk], object] = nothing,
+    on_chunk: Callable[[TextChunk], object] = lambda _: None,
 ) -> Run:
     """Decode a prompt to the end. Raises EyasError when the call or the generation fails."""
     drafter = NO_DRAFTER if mode == "plain" else ""

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 from eyas.api.outputs import TextChunk, TextDecoder
 from eyas.api.request import Chunk, SamplingParams
 from eyas.api.validation import check_request
-from eyas.callbacks import nothing
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.client_threads import ClientThreads
@@ -167,7 +166,7 @@ class GenerationService:
         calls: Sequence[GenerateCall],
         operation: str = "text_completion",
         timeout_s: float | None = None,
-        count: Callable[[int], object] = nothing,
+        count: Callable[[int], object] = lambda _: None,
     ) -> ReadyChunks:
         """Return the chunks of all completions of a body's calls, as they come; closing it early cancels them.
 

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from eyas.callbacks import nothing
 from eyas.errors import PoisonRequest
 from eyas.rpc.messages import GenerateCall
 
@@ -55,7 +54,7 @@ class PoisonDetector:
     on_change: called when a verifier takes calls again, or may have become free for a trial.
     """
 
-    def __init__(self, on_change: Callable[[], object] = nothing, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, on_change: Callable[[], object] = lambda: None, clock: Callable[[], float] = time.monotonic) -> None:
         self._on_change = on_change
         self._clock = clock
         self._attempts: dict[str, set[Attempt]] = {}

@@ -10,7 +10,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from eyas.callbacks import nothing
 from eyas.config import DraftClientConfig, DraftQueueConfig, ServerConfig
 from eyas.device.transfer import tensor_to_bytes
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter
@@ -64,7 +63,7 @@ class ToyDrafter(LocalDrafter):
     needs = DrafterNeeds(features=True)
 
     def __init__(
-        self, before: Callable[[], object] = nothing, spoil: Callable[[DraftTree], DraftTree] = lambda tree: tree
+        self, before: Callable[[], object] = lambda: None, spoil: Callable[[DraftTree], DraftTree] = lambda tree: tree
     ) -> None:
         self.sessions: dict[str, list[int]] = {}
         self._before = before

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from eyas.api.outputs import TextChunk
 from eyas.api.request import GenerationStats, TokenLogprob
-from eyas.callbacks import nothing
 from eyas.errors import EyasError, RequestFailed
 from eyas.services.router.dispatch.generation import ReadyChunks
 from eyas.services.router.http.bodies.openai import ChatBody, CompletionBody
@@ -164,7 +163,7 @@ class ResponseWriter:
     prompts: Sequence[Sequence[int]]
     echoes: Sequence[str] = ()
     new_parser: Callable[[], ChatParser] | None = None
-    hold: Callable[[int], None] = nothing
+    hold: Callable[[int], None] = lambda _: None
     created: int = field(default_factory=lambda: int(time.time()))
     num_reasoning_tokens: int = 0
     num_reasoning_ends: int = 0
