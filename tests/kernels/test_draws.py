@@ -66,11 +66,18 @@ def test_a_draw_equals_the_naive_exponential_race(
 
 @pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 3.0])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
-def test_a_draw_among_many_tokens_is_the_naive_race(spread: float, temperature: float) -> None:
+@pytest.mark.parametrize(
+    "filters",
+    [{}, {"top_k": 9}, {"top_k": 300}, {"top_k": 10**6, "top_p": 0.5}, {"top_k": 40, "top_p": 0.9, "min_p": 0.01},
+     {"top_p": 0.9}, {"top_p": 0.999, "min_p": 0.2}, {"min_p": 0.05}],
+    ids=str,
+)  # fmt: skip
+def test_a_draw_among_many_tokens_is_the_naive_race(filters: dict[str, float], spread: float, temperature: float) -> None:
     logits = torch.randn(8, 700, generator=torch.Generator().manual_seed(5)) * spread
     logits[:, 64:192] = -math.inf
-    params = SamplingParams(temperature=temperature, seed=9)
-    drawn = sample(logits, Draws([NoiseKey(9, temperature)], range(3, 11), 8))
+    params = SamplingParams(temperature=temperature, seed=9, **filters)  # type: ignore[arg-type]
+    key = NoiseKey(9, temperature, **filters)  # type: ignore[arg-type]
+    drawn = sample(logits, Draws([key], range(3, 11), 8))
     assert drawn.tolist() == [reference.draw(row, params, 3 + number) for number, row in enumerate(logits)]
 
 
