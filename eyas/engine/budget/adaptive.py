@@ -145,12 +145,12 @@ class AdaptiveDraftBudget:
 
     @property
     def takes_prompts(self) -> bool:
-        return self.is_on
+        return self._account.is_on
 
     @property
     def gain(self) -> float:
         """Return the tokens per second over those of plain decoding, as expected; 1 while there are no trees."""
-        return max(self._choice.gain, 1.0) if self.is_on else 1.0
+        return max(self._choice.gain, 1.0) if self._account.is_on else 1.0
 
     def compare_with(self, bar: float) -> None:
         """Set `bar`. What trees have gained over plain decoding pays for no losses against other trees."""
@@ -180,16 +180,16 @@ class AdaptiveDraftBudget:
         late = [max(missing - usual, 0) * self._draft.token_s for missing in self._step.missing]
         self._catching_up.seconds = dict(zip(decoding, late, strict=True)) if any(late) else {}
         choice = self._choice = self._best(count, num_plain)
-        if not self.is_on and choice.size.max_depth:
+        if not self._account.is_on and choice.size.max_depth:
             self._start(count)
-        elif self.is_on and not choice.size.max_depth and not self._step.num_prompt_rows:
+        elif self._account.is_on and not choice.size.max_depth and not self._step.num_prompt_rows:
             self._stop(count)
         if self._account.pause:
             return {}
         sizes = dict[str, TreeBudget]()
         if choice.size.max_depth:
             sizes = dict.fromkeys(self._catching_up.ready(decoding, choice.plain_s), choice.size)
-        if not self.is_on or (sizes and choice.size != self._full and self._num_drafted % self.EXPLORE_STEPS == 0):
+        if not self._account.is_on or (sizes and choice.size != self._full and self._num_drafted % self.EXPLORE_STEPS == 0):
             sizes |= dict.fromkeys(self._few(list(sizes) or decoding), self._full)
         return sizes
 
@@ -201,7 +201,7 @@ class AdaptiveDraftBudget:
         step, known = self._step, min(self._recent.known_size, self._most)
         num_rows, all_rows = count + num_plain + step.num_prefilling, count + num_plain + step.num_prompt_rows
         self._age += 1
-        if self.is_on and (num_rows, all_rows) == self._rows and self._age < self.CHOICE_STEPS:
+        if self._account.is_on and (num_rows, all_rows) == self._rows and self._age < self.CHOICE_STEPS:
             return self._choice
         self._rows, self._age = (num_rows, all_rows), 0
         plain_s = self._step_s(num_rows)
@@ -213,7 +213,7 @@ class AdaptiveDraftBudget:
         draft_s = self._draft.at(count, *np.array(sizes).T)[:, None] + self._host.more_s
         seconds = plain_s + self._verify.at(num_rows + rows) - self._verify.seconds(num_rows) + draft_s
         rates = (num_rows + accepted) / seconds
-        best, least = float(rates.max()), plain.rate * (1.0 if self.is_on else self.MARGIN)
+        best, least = float(rates.max()), plain.rate * (1.0 if self._account.is_on else self.MARGIN)
         place = int(np.argmax(rates.max(1) >= max(self.AS_GOOD * best, least)))  # the deepest come first
         found = Choice(sizes[place], best, best / plain.rate, float(seconds[place, rates[place].argmax()]), plain_s)
         if best < least:
@@ -246,7 +246,7 @@ class AdaptiveDraftBudget:
         seconds = self._verify.at(self._step.num_prompt_rows + num_rows + np.arange(len(chances) + 1))
         rate = max(self._choice.rate, num_rows / self._step_s(num_rows))
         num_kept = int(np.argmax(np.append(0.0, np.cumsum(chances[order])) - rate * seconds))
-        if not self.is_on:  # nodes that are always left out would never show that they are accepted
+        if not self._account.is_on:  # nodes that are always left out would never show that they are accepted
             most_s = seconds[0] + self.TRY_ROWS * self._step_s(num_rows)
             num_kept = max(num_kept, int(np.searchsorted(seconds, most_s, side="right")) - 1)
         if num_kept == len(order):
@@ -282,7 +282,7 @@ class AdaptiveDraftBudget:
             self._draft.observe(len(requested), max(requested), wait_s)
         self._observe_trees(batch, outputs)
         most_s = expected_s or np.inf  # a longer wait shows a pause of the machine, or catches up with what drafts later
-        most_s *= 1.0 if self.is_on and not self._is_usual else np.inf if self._is_apart else CostModel.MAX_SURPRISE
+        most_s *= 1.0 if self._account.is_on and not self._is_usual else np.inf if self._is_apart else CostModel.MAX_SURPRISE
         self._count_gain(batch, outputs, min(wait_s, most_s))
 
     def _observe_trees(self, batch: Seq[ScheduledSequence], outputs: StepOutputs) -> None:
@@ -314,19 +314,15 @@ class AdaptiveDraftBudget:
         done = [(len(scheduled.slots), length) for scheduled, length in pairs if scheduled.tree is not None and length]
         if not done:
             return
-        count, plain_s, was_on = len(done), self._step_s(len(done)), self.is_on
+        count, plain_s, was_on = len(done), self._step_s(len(done)), self._account.is_on
         rows_s = self._verify.seconds(sum([rows for rows, _ in done])) - self._verify.seconds(count)
         seconds = plain_s + wait_s + rows_s + self._host.more_s
         gain = sum([tokens for _, tokens in done]) / count / self.bar - seconds / plain_s
         # a drafter elsewhere that had to catch up shows in the next step what others take
-        is_judged = self._is_usual or not self._is_apart
-        self._account.add(gain, self._late_s / plain_s, count, self._load, is_judged)
-        if was_on and not self.is_on:
+        is_judged, load = self._is_usual or not self._is_apart, len(self._sizes) + self._num_others
+        self._account.add(gain, self._late_s / plain_s, count, load, is_judged)
+        if was_on and not self._account.is_on:
             self._log_stop(count)
-
-    @property
-    def _load(self) -> int:
-        return len(self._sizes) + self._num_others
 
     def _start(self, count: int) -> None:
         self._account.start()
@@ -334,7 +330,7 @@ class AdaptiveDraftBudget:
         self._log(count, f"on: they yield {self._choice.gain:.2f} of the tokens per second")
 
     def _stop(self, count: int) -> None:
-        self._account.stop(self._load)
+        self._account.stop(len(self._sizes) + self._num_others)
         self._log_stop(count)
 
     def _log_stop(self, count: int) -> None:

@@ -32,7 +32,7 @@ GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5
 STEP, LEAST_UNIFORM = 2.0**-52, 2.0**-53
 # A lower bound of a score is not above it by more than this factor, whatever is rounded.
 SLACK = 1.00001
-# Bins of logits below the highest one, so many for a factor of e in probability. Filters sort the tokens of one bin.
+# Filters sort the tokens of one bin: bins of logits below the highest one, BINS_OF_E for a factor of e in probability.
 NUM_BINS, BINS_OF_E = 1024, np.float32(16.0)
 # Unit of what a token counts for top-p, and how far below the likeliest token, in factors of e, a token counts nothing.
 MASS, WEIGHTLESS = np.float32(2.0**MASS_BITS), np.float32(MASS_BITS * math.log(2) + 0.01)
