@@ -12,8 +12,10 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
+from eyas.arrays import Ints
 from eyas.device.transfer import upload
 
 GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
@@ -43,6 +45,20 @@ def uniform_noise(seeds: Sequence[int], positions: Sequence[int], indices: Tenso
     indices: int64 [C]. Independent of `exponential_noise`: it hashes counters below 0, where no token id lies.
     """
     return _uniform(_bits(_signed(seeds, indices), upload(positions, indices.device), -2 - indices))
+
+
+def row_keys(seeds: npt.NDArray[np.uint64], positions: Ints) -> Ints:
+    """Return what the noise of every (seeds[i], positions[i]) is hashed from, made on the host: int64 [N]."""
+    z = seeds + np.uint64(GOLDEN % 2**64)
+    z = _mixed(_mixed(z) + positions.view(np.uint64) * np.uint64(GOLDEN % 2**64))
+    return z.view(np.int64)
+
+
+def _mixed(z: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Mix on the host as `_mix_` does."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1 % 2**64)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2 % 2**64)
+    return z ^ (z >> np.uint64(31))
 
 
 def draft_seed(seed: int) -> int:

@@ -29,6 +29,7 @@ from eyas.kernels.arguments import (
     Scale,
     has_filters,
 )
+from eyas.kernels.noise import row_keys
 from eyas.kernels.plain import sampling as plain
 from eyas.protocol.commit import NoiseKey
 
@@ -119,12 +120,12 @@ def warm_up(vocab_size: int, device: torch.device) -> None:
 
 
 def _words(draws: Draws) -> Ints:
-    """Return what the rows' draws depend on, int64 [6, N]: seeds, temperatures, top-k, top-p, min-p, positions; reals as
+    """Return what the rows' draws depend on, int64 [5, N]: keys of the noise, temperatures, top-k, top-p, min-p; reals as
     bits.
     """
     keys = draws.keys
-    words = np.empty((6, len(draws)), dtype=np.int64)
-    words[0], words[5] = draws.by_row([key.seed for key in keys], np.uint64).view(np.int64), draws.positions
+    words = np.empty((5, len(draws)), dtype=np.int64)
+    words[0] = row_keys(draws.by_row([key.seed for key in keys], np.uint64), draws.positions)
     words[2] = draws.by_row([key.top_k for key in keys], np.int64)
     for word, name in ((1, "temperature"), (3, "top_p"), (4, "min_p")):
         words[word].view(np.float64)[:] = draws.by_row([getattr(key, name) for key in keys], np.float64)
@@ -172,7 +173,7 @@ def _race(
         return
     if temperature > 0:
         weights = tl.exp((x - tl.where(top == float("-inf"), 0.0, top)) / tl.maximum(temperature, MIN))
-        score = noise_of(_key_of_row(words, rows, row), ids) / weights
+        score = noise_of(tl.load(words + row), ids) / weights
     else:
         score = -x
     score = tl.where(is_nan, float("-inf"), tl.where(kept, score, float("inf")))
@@ -276,12 +277,11 @@ def _draw_kept(keys, logits, size, settings, limit, total, IN_ROW: tl.constexpr)
     least = key_of(limit, IDS - 1)
     is_certain = is_certain & ((low >= least) | (tl.exp((logit_of(limit) - largest) / scale) < min_p))
     best, winner = tl.full([], float("inf"), tl.float32), tl.full([], NO_ID, tl.int32)
-    key = _key_of_row(words, rows, row)
     for start in range(0, size if IN_ROW else 1, TILE):
         some = _keys_of_row(logits, start, size) if IN_ROW else keys
         weights, ids = tl.exp((logit_of(some >> ID_BITS) - largest) / scale), _id(some)
         kept = (some >= low) & (weights >= min_p)
-        score = tl.where(kept, noise_of(key, ids) / weights, float("inf"))
+        score = tl.where(kept, noise_of(tl.load(words + row), ids) / weights, float("inf"))
         lowest = tl.min(score, 0)
         found = tl.min(tl.where(kept & (score == lowest), ids, NO_ID), 0)
         winner = tl.where(lowest < best, found, tl.where(lowest == best, tl.minimum(found, winner), winner))
@@ -383,12 +383,6 @@ def row_key(seed, position):
     """Return what the noise of a seed and a position, both int64, is hashed from, as `eyas.kernels.noise` has it."""
     z = _mixed(seed.to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15)
     return _mixed(z + position.to(tl.uint64) * 0x9E3779B97F4A7C15)
-
-
-@triton.jit
-def _key_of_row(words, rows, row):
-    """Return `row_key` of a row, see `_words`."""
-    return row_key(tl.load(words + row), tl.load(words + 5 * rows + row))
 
 
 @triton.jit

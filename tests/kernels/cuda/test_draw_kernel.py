@@ -11,7 +11,7 @@ import torch
 
 from eyas.kernels.arguments import MASS_BITS, Draws, Kept, Scale
 from eyas.kernels.by_device import rank, sample
-from eyas.kernels.noise import exponential_noise
+from eyas.kernels.noise import exponential_noise, row_keys
 from eyas.kernels.plain import sampling as plain_kernels
 from eyas.protocol.commit import NoiseKey
 from eyas.sampling import sharded as sharded_top_p
@@ -228,6 +228,20 @@ def test_ties_go_to_the_lowest_id() -> None:
     logits[:, [BLOCK - 1, BLOCK + 3, VOCAB - 1]] = 200.0
     assert drawn(logits)[0] == BLOCK - 1
     assert drawn(logits) == plain(logits) == sample(logits, DRAWS).tolist()
+
+
+def test_the_host_hashes_rows_as_the_device_does() -> None:
+    """A token's noise is hashed from the row's key; the first 52 bits decide."""
+    seeds, positions = [0, 1, 2**63, 2**64 - 1], [0, 2**62, 5, 2**63 - 1]
+    with np.errstate(over="ignore"):
+        z = row_keys(np.array(seeds, np.uint64), np.array(positions)).view(np.uint64)[:, None] + np.arange(
+            1, 9, dtype=np.uint64
+        ) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        z = z ^ (z >> np.uint64(31))
+    noise = -np.log1p(-((z >> np.uint64(12)) + 0.5) * 2.0**-52)
+    torch.testing.assert_close(exponential_noise(seeds, positions, torch.arange(8)).double(), torch.from_numpy(noise))
 
 
 @pytest.mark.parametrize("k", [1, 10])
