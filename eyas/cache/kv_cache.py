@@ -20,6 +20,7 @@ from eyas.arrays import Floats, Ints
 from eyas.cache.slot_tables import TableId, TableRows
 from eyas.errors import ConfigError
 from eyas.kernels.arguments import UNSCALED, KVScales
+from eyas.kernels.choice import tree_kernels
 
 if TYPE_CHECKING:
     from eyas.cache.state_pools import StatePools
@@ -210,10 +211,12 @@ class SlotMemory:
             return None
         found = self._rows.place(tables, prefixes)
         new = [prefix[count:] for prefix, count in zip(prefixes, found.kept, strict=True)]
+        if len(new) == 1:
+            start = found.rows[0] * self._row_length
+            first = start + found.kept[0]
+            return TableWrites(np.array([start]), np.arange(first, first + len(new[0])), new[0])
         starts: Ints = np.array(found.rows, dtype=np.int64) * self._row_length
-        counts: Ints = np.array(list(map(len, new)), dtype=np.int64)
-        # Consecutive words of each row, from behind those that it has.
-        at = np.repeat(starts + found.kept - counts.cumsum() + counts, counts) + np.arange(int(counts.sum()))
+        at = tree_kernels().ranges(starts + found.kept, np.array(list(map(len, new)), dtype=np.int64))
         return TableWrites(starts, at, np.concatenate(new))
 
     def forget(self) -> None:

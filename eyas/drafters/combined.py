@@ -12,7 +12,6 @@ from itertools import chain, islice
 
 import numpy as np
 
-from eyas.arrays import Ints
 from eyas.config import CombinedConfig, TreeConfig
 from eyas.drafters.base import (
     NO_WORK,
@@ -25,8 +24,8 @@ from eyas.drafters.base import (
     limits_of,
     within,
 )
-from eyas.drafters.lookup.base import first_of_groups
 from eyas.drafters.sessions import Session, SessionLedger
+from eyas.kernels.choice import tree_kernels
 from eyas.protocol.commit import NO_TREE, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees, PreparedTree
 
@@ -128,6 +127,7 @@ class CombinedDrafter(LocalDrafter):
     def warm_up(self) -> None:
         for side in self.sides:
             side.warm_up()
+        tree_kernels()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self.release([context.session for context in contexts if self._sessions.starts_epoch(context)])
@@ -246,64 +246,8 @@ def merge_trees(
     found, counts = list(chain.from_iterable(trees)), np.array([len(own) for own in trees])
     order = sorted(range(len(found)), key=lambda place: id(found[place].trees))  # so that arrays are taken at once
     nodes = DraftTrees.of([found[place] for place in order]).taken(np.argsort(order).tolist())
-    made = _merged(roots, nodes, counts, limits, depths, min_share)
+    most, columns = int(limits.max()), (nodes.tokens, nodes.parents, nodes.log_probs)
+    cells, scores = np.zeros((2, len(roots), most + 1), np.int64), np.empty((len(roots), most), np.float64)
+    tree_kernels().merge(counts, nodes.counts, *columns, limits, depths, min_share, cells, scores)
+    made = DraftTrees.below(roots, cells[0, :, :-1], cells[1, :, :-1], scores, cells[0, :, -1])
     return replace(made, grown_ahead=np.array([any(tree.grown_ahead for tree in own) for own in trees]))
-
-
-def _merged(
-    roots: Sequence[int], nodes: DraftTrees, counts: Ints, limits: Ints, depths: Ints, min_share: float
-) -> DraftTrees:
-    """Return the tree of each session's best nodes.
-
-    Args:
-        roots: tokens [S].
-        nodes: all trees, the `counts` [S] of each session one after the other.
-        limits, depths: most nodes and levels [S].
-    """
-    sizes, tokens, values = nodes.counts, nodes.tokens, nodes.log_probs
-    owners, trees = np.repeat(np.arange(len(counts)), counts), np.repeat(np.arange(len(sizes)), sizes)
-    sessions, above = owners[trees], nodes.parents + (sizes.cumsum() - sizes)[trees]
-    lineage = _lineage(above)
-    levels = (lineage[1:] != lineage[:-1]).sum(0)
-    firsts = _firsts(tokens[lineage], sessions * (len(lineage) + 1) + levels)  # the first node with the same path
-    scores = values[lineage].min(0)  # at most the parent's, so that the best nodes of a tree are a tree
-    drafted = np.flatnonzero((levels > 0) & (levels <= depths[sessions]) & np.isfinite(scores))
-    # Each tree first takes its share of the nodes, whatever the other tree's scores are.
-    share, is_reserved = np.floor(min_share * limits).astype(np.int64)[owners], np.zeros(len(tokens), np.bool_)
-    own = firsts[drafted]
-    is_reserved[own[first_of_groups(trees[drafted], share, own, -scores[drafted])]] = True
-    better = np.full(len(tokens), -np.inf)
-    np.maximum.at(better, own, scores[drafted])
-    merged = drafted[own == drafted]
-    best = first_of_groups(sessions[merged], limits, -better[merged], ~is_reserved[merged])
-    chosen = np.sort(merged[best])
-    # Node numbers within each session, from 1; roots keep 0. A node's parent is the first node with the parent's path.
-    ends, numbers = np.searchsorted(sessions[chosen], np.arange(len(counts) + 1)), np.zeros(len(tokens), np.int64)
-    numbers[chosen] = np.arange(len(chosen)) - ends[sessions[chosen]] + 1
-    at = sessions[chosen], numbers[chosen] - 1
-    cells, found = np.zeros((2, len(counts), int(limits.max())), np.int64), np.empty((len(counts), int(limits.max())))
-    cells[0][at], cells[1][at], found[at] = tokens[chosen], numbers[firsts[above[chosen]]], better[chosen]
-    return DraftTrees.below(roots, cells[0], cells[1], found, np.diff(ends))
-
-
-def _lineage(parents: Ints) -> Ints:
-    """Return each node, its parent, the parent of that, and so on until all are roots, [D + 1, K]."""
-    rows = [np.arange(len(parents))]
-    while ((above := parents[rows[-1]]) != rows[-1]).any():
-        rows.append(above)
-    return np.stack(rows)
-
-
-def _firsts(tokens: Ints, kinds: Ints) -> Ints:
-    """Return, for each node, the first one of the same kind with the same lineage.
-
-    Args:
-        kinds: a number for each depth of each session [K].
-        tokens: of the node and of its ancestors [D + 1, K].
-    """
-    order = np.lexsort((*tokens, kinds))
-    differs = (tokens[:, order[1:]] != tokens[:, order[:-1]]).any(0) | (kinds[order[1:]] != kinds[order[:-1]])
-    groups = np.cumsum(np.append(True, differs)) - 1
-    firsts = np.empty(len(order), np.int64)
-    firsts[order] = order[np.flatnonzero(np.append(True, differs))][groups]
-    return firsts

@@ -146,6 +146,7 @@ def test_compiled_kernels_of_trees_equal_plain_ones(found: list[DraftTree], data
     walk = batch.counts, batch.tokens, packed.above, samples
     for ours, theirs in zip(compiled.accepted_rows(*walk), plain.accepted_rows(*walk), strict=True):
         assert np.array_equal(ours, theirs)
+    assert np.array_equal(compiled.ranges(packed.roots, packed.depths), plain.ranges(packed.roots, packed.depths))
     row = data.draw(st.integers(0, len(parents) - 1))
     for column in (batch.tokens, parents):
         column[row] = data.draw(st.sampled_from((int(column[row]), -1, 3, 4)))

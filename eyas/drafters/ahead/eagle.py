@@ -15,6 +15,7 @@ from eyas.device.transfer import download
 from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.base import Draft, DraftContext, Path, within, without_banned
 from eyas.drafters.trees.rows import FoundRows, GrownRows
+from eyas.kernels.choice import tree_kernels
 from eyas.protocol.commit import NO_TREE, TreeBudget
 from eyas.protocol.tree import DraftTree, PreparedTree
 
@@ -48,6 +49,7 @@ class AheadTrees:
         self._running: list[tuple[str, GrownTree, GrownRows]] = []
         self._found: FoundRows | None = None
         self._changed: dict[str, None] = {}
+        tree_kernels()  # compiled now, not while sessions wait
 
     def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
         """Give the drafter commits, without asking for trees. Trees in which they were foreseen go on below them.

@@ -21,6 +21,8 @@ from eyas.arrays import Bools, Ints, Reals
 from eyas.cache.prefix_cache import SlotAllocator
 from eyas.device.transfer import upload
 from eyas.drafters.trees.rows import GrownRows
+from eyas.kernels.choice import tree_kernels
+from eyas.kernels.plain.trees import best_places
 from eyas.protocol.commit import TreeBudget
 from eyas.protocol.tree import DraftTree
 
@@ -53,14 +55,9 @@ class GrownTree:
 
     def _rank(self) -> None:
         """Find where the expanded nodes stand among the candidates, and their cumulative scores."""
-        above = self.candidates[self.parents] == self.tokens[:, None]
-        above[0] = False
-        places, known = above.argmax(1), np.flatnonzero(above.any(1))
-        self.cumulative, self.expanded = np.full(len(self.tokens), -np.inf), np.zeros(self.scores.size, np.int64)
-        self.cumulative[0] = 0.0
-        for node, parent, place in zip(known, self.parents[known], places[known], strict=True):  # parents come first
-            self.cumulative[node] = self.scores[parent, place] + self.cumulative[parent]
-        self.expanded[self.parents[known] * self.scores.shape[1] + places[known]] = known
+        self.cumulative, self.expanded = np.empty(len(self.tokens)), np.empty(self.scores.size, np.int64)
+        places = self.tokens, self.parents, self.candidates, self.scores
+        tree_kernels().rank_nodes(*places, self.cumulative, self.expanded)
 
     def best(self, root: int, count: int, max_depth: int) -> Ints:
         """Return the best candidates below an expanded node, as parent * C + place; parents come before their children."""
@@ -146,13 +143,10 @@ class GrownTree:
         New nodes stand above `max_depth` levels. A tree of max_nodes takes better ones in place of its worst.
         """
         least = self.cumulative.min() if len(self.tokens) >= max_nodes else -np.inf
-        nodes, sums = self.expanded.reshape(self.scores.shape), self.cumulative[:, None] + self.scores
-        is_new = (nodes == 0) & (self.depths < max_depth - 1)[:, None] & (sums > least)
-        # A candidate that is a node already is of use if its parent is exact and it is not: the pass repairs it.
-        is_outdated = (nodes > 0) & ~self.is_exact[nodes] & self.is_exact[:, None]
-        worths = np.where(is_new, sums, np.where(is_outdated, sums + math.log(REPAIR_SHARE), -np.inf)).ravel()
-        places = best_places(worths, count)
-        return places, worths[places]
+        places, worths = np.empty(count, np.int64), np.empty(count)
+        own = self.expanded, self.scores, self.cumulative, self.depths, self.is_exact
+        num = tree_kernels().best_rows(*own, max_depth, least, math.log(REPAIR_SHARE), places, worths)
+        return places[:num], worths[:num]
 
     def take_rows(self, chosen: Ints) -> GrownRows | None:
         """Return the rows of some of the candidates that are `useful`. New nodes take slots, as long as there are some."""
@@ -169,10 +163,7 @@ class GrownTree:
         slots = np.empty(len(nodes), np.int64)
         slots[is_added], slots[~is_added] = self.pool.take(num_added), self.slots[nodes[~is_added] - 1]
         seen = np.zeros((len(nodes), len(self.tokens)), np.bool_)
-        above = parents
-        while above.any():  # of each row the node above it, and all nodes above that
-            seen[np.arange(len(above)), above] = True
-            above = self.parents[above]
+        tree_kernels().mark_above(parents, self.parents, seen)
         others = np.flatnonzero(seen[:, 1:].any(0)) + 1
         visible = np.concatenate([seen[:, others], np.eye(len(nodes), dtype=np.bool_)], 1)
         return GrownRows(
@@ -219,12 +210,3 @@ class GrownTree:
             self.states = self.states[upload(nodes, self.states.device)]
         self.is_exact, self.candidates, self.scores = self.is_exact[nodes], self.candidates[nodes], self.scores[nodes]
         self._rank()
-
-
-def best_places(scores: Reals, count: int) -> Ints:
-    """Return places of the `count` best finite scores, the best first; of equal ones the first."""
-    places = np.flatnonzero(scores > -np.inf)
-    # np.partition leaves the count-th best at -count: only scores as high as that are sorted.
-    if len(places) > count:
-        places = places[np.flatnonzero(scores[places] >= np.partition(scores[places], -count)[-count])]
-    return places[np.argsort(-scores[places], kind="stable")[:count]]

@@ -19,7 +19,6 @@ from itertools import pairwise
 from typing import Generic
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from eyas.arrays import Ints, Reals
@@ -30,6 +29,7 @@ from eyas.drafters.sessions import MemoryLedger, MemoryT
 from eyas.drafters.trees.growth import forest_trees
 from eyas.kernels.arguments import MIN_TEMPERATURE
 from eyas.kernels.noise import exponential_noise_at
+from eyas.kernels.plain.trees import first_of_groups
 from eyas.kernels.probabilities import filtered_probs, filtering, filters_of
 from eyas.protocol.commit import NoiseKey, ResyncRequired, TreeBudget
 from eyas.protocol.tree import DraftTree, DraftTrees
@@ -299,15 +299,3 @@ def _log_probs(trie: Trie, keys: Sequence[NoiseKey]) -> Reals:
     probs_FC = filtered_probs(torch.from_numpy(logits_FC), filters_of(keys_F, cpu), upload(filtering(keys_F), cpu))
     log_probs: Reals = probs_FC.log().double().numpy()[trie.families, columns]
     return log_probs
-
-
-def first_of_groups(groups: Ints, limits: Ints, *keys: npt.NDArray[np.generic]) -> Ints:
-    """Return places of the limits[g] first nodes of each group g in the order of the keys; the last key counts most.
-
-    Ties go to the earlier place. Example: groups [0, 0, 1, 0], limits [2, 1], key [3, 1, 5, 2] give places [1, 3, 2].
-    """
-    order = np.lexsort((*keys, groups))
-    grouped = groups[order]
-    # The rank of each place within its sorted group.
-    found: Ints = order[np.arange(len(order)) - np.searchsorted(grouped, grouped) < limits[grouped]]
-    return found

@@ -17,6 +17,7 @@ from numba import float64, int64, types, uint8
 
 from eyas.arrays import Ints, Reals
 from eyas.kernels.cpu.compiling import compile_all, kernel
+from eyas.kernels.cpu.trees import take_best
 
 MIX = 0x2545F4914F6CDD1D  # multiplies a hash for each token
 NO_BITS, NO_IDS, NO_BANS = np.zeros(0, np.uint8), np.zeros(0, np.int64), np.zeros((2, 0), np.int64)
@@ -161,20 +162,6 @@ def _num_drawable(text, place, most, bans):
 
 
 @kernel(error_model="numpy")
-def _take_best(scores, num, limit, is_taken):
-    """Mark the `limit` highest of the first scores that are finite, the earlier ones on a tie."""
-    is_taken[:num] = False
-    for _ in range(limit):
-        best = -1
-        for i in range(num):
-            if not is_taken[i] and np.isfinite(scores[i]) and (best < 0 or scores[i] > scores[best]):
-                best = i
-        if best < 0:
-            break
-        is_taken[best] = True
-
-
-@kernel(error_model="numpy")
 def grow_tree(ngrams, size, bans, limit, levels, tokens, parents, scores):
     """Put what followed the last tokens below a root: its nodes in order [K], parents by number with the root as 0.
 
@@ -203,7 +190,7 @@ def grow_tree(ngrams, size, bans, limit, levels, tokens, parents, scores):
     # Rounded as the plain way does, which keeps scores in float32: ties must fall the same way.
     for i in range(num):
         own_scores[i] = np.float64(np.float32(own_scores[i]))
-    _take_best(own_scores, num, limit, is_taken)
+    take_best(own_scores, num, limit, is_taken)
     # Parents come before children, so a taken node finds the number of its parent in `names`.
     for i in range(num):
         if is_taken[i]:

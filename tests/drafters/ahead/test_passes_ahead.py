@@ -6,14 +6,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from eyas.arrays import Ints, Reals
+from eyas.cache.prefix_cache import SlotAllocator
 from eyas.config import DraftAheadMode, DraftingConfig, MethodsConfig
 from eyas.drafters.ahead import eagle as eagle_ahead
+from eyas.drafters.ahead import grown_tree
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
+from eyas.drafters.ahead.grown_tree import GrownTree
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import DrafterParts
+from eyas.drafters.trees.rows import GrownRows
 from eyas.emulation.costs import flat
 from eyas.emulation.device import EmulatedDevice, VirtualClock
+from eyas.kernels.choice import tree_kernels
+from eyas.kernels.plain import trees as plain_trees
 from eyas.models.checkpoint import Checkpoint
 from eyas.protocol.commit import NO_TREE
 from eyas.protocol.tree import DraftTree
@@ -85,6 +93,38 @@ def test_a_pass_ahead_that_fails_keeps_no_slots(
     last_of(drafter, [first])
     work(drafter)
     ahead.pool.check_owners([tree.slots for tree in ahead.grown.values()])
+
+
+@pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
+def test_kernels_choose_the_rows_of_the_plain_way(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba")
+    rng, kernels = np.random.default_rng(3), (tree_kernels(), plain_trees)
+
+    def found(count: int) -> tuple[Ints, Reals]:
+        scores = -rng.exponential(1.0, (count, 9))
+        return np.stack([rng.permutation(40)[:9] for _ in range(count)]), np.round(scores / step) * step if step else scores
+
+    (candidates,), (scores,) = found(1)
+    trees = [GrownTree(1, torch.zeros(4), candidates, scores.copy(), SlotAllocator(90)) for _ in range(2)]
+    for number in range(30):
+        rows = list[GrownRows]()
+        for tree, used in zip(trees, kernels, strict=True):
+            monkeypatch.setattr(grown_tree, "tree_kernels", lambda used=used: used)
+            rows += [chosen] if (chosen := tree.take_rows(tree.useful(20, 6, 60)[0])) else []
+        if rows:
+            for name in ("tokens", "slots", "nodes", "parents", "is_exact", "others", "visible"):
+                assert np.array_equal(getattr(rows[0], name), getattr(rows[1], name))
+            states, results = torch.randn(len(rows[0].tokens), 4), found(len(rows[0].tokens))
+        for i, (tree, used) in enumerate(zip(trees, kernels, strict=True)):
+            monkeypatch.setattr(grown_tree, "tree_kernels", lambda used=used: used)
+            if rows:
+                tree.apply(rows[i], states, *(each.copy() for each in results), 60)
+            if number % 5 == 4:
+                tree.move_root(2)
+                tree.set_root(torch.zeros(4), candidates, scores.copy())
+        for name in ("tokens", "parents", "depths", "slots", "is_exact", "cumulative", "expanded"):
+            assert np.array_equal(getattr(trees[0], name), getattr(trees[1], name))
+        assert torch.equal(trees[0].states, trees[1].states)
 
 
 def growing(target: str, head: str) -> DraftAheadDrafter:
