@@ -438,11 +438,31 @@ class TreePaths(NamedTuple):
 
 def tree_paths(segments: Segments) -> TreePaths:
     """Return the paths of all segments, as parts at fixed positions need them."""
+    if segments.trees is not None:
+        return _packed_paths(segments.trees)
     found = [_path_words(segment) for segment in segments]
     return TreePaths(
         np.concatenate([NO_SLOTS.astype(np.int32), *(own.ravel() for own in found)]),
         np.array([own.shape[1] for own in found], np.int64),
     )
+
+
+def _packed_paths(trees: PackedTrees) -> TreePaths:
+    """Find `_path_words` of each tree: in each turn all rows go one node up."""
+    # Example: trees of the shapes root - a - b and root - {a, b}, rows 0 1 2 | 3 4 5. The first is causal, so it needs no
+    # path; the second has the paths [0 .], [0 1], [0 2], each own key at its depth.
+    rows, firsts = np.arange(len(trees.roots)), trees.nodes.firsts
+    is_causal = np.logical_and.reduceat(trees.above == np.maximum(rows - 1, trees.roots), firsts)
+    depths = np.where(is_causal, 0, np.maximum.reduceat(trees.depths, firsts) + 1)
+    sizes, own = trees.nodes.counts * depths, rows - trees.roots
+    words = np.zeros(int(sizes.sum()), dtype=np.int32)
+    # at: the place in `words` at which the path of each row begins.
+    at = np.repeat(sizes.cumsum() - sizes, trees.nodes.counts) + own * np.repeat(depths, trees.nodes.counts)
+    key = kept = np.flatnonzero(np.repeat(depths, trees.nodes.counts))
+    for _ in range(int(depths.max())):
+        words[at[kept] + trees.depths[key]] = own[key]
+        key = trees.above[key]
+    return TreePaths(words, depths)
 
 
 def _path_words(segment: Segment) -> Int32s:
