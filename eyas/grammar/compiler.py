@@ -24,6 +24,7 @@ import numpy.typing as npt
 from eyas.api.request import StructuredOutputs
 from eyas.config.engine import EngineConfig
 from eyas.errors import CheckpointError, InvalidRequest, Overloaded, Unavailable, first_line, install_command
+from eyas.grammar.timed_calls import BoundedCalls, Call
 from eyas.grammar.trial import COMPILE_STACK, CostlyGrammar, GrammarTrials, compile_error, parser_limits
 from eyas.text.tokenizer import load_tokenizer
 
@@ -43,14 +44,13 @@ MAX_REFUSED = 1024
 MAX_COMPILING = 64
 # Outputs that may wait to be followed, with the same rule.
 MAX_FOLLOWING = 1024
-# Processor time that a grammar may take to compile, and to follow the output that a request brings along.
-COMPILE_SECONDS, FOLLOW_SECONDS = 5.0, 2.0
+# Processor time that a grammar may take to compile, and to follow the output that a request brings along. Late ones of one
+# tenant that may still hold a thread.
+COMPILE_SECONDS, FOLLOW_SECONDS, MAX_LATE = 5.0, 2.0, 2
 # Tokens of an output that are followed at a time, between two looks at the clock.
 _FOLLOWED_AT_ONCE = 8
 # What llguidance calls a place where no token fits and the output may not end.
 _DEAD_END = "NoExtensionBias"
-# Guards the size of new threads' stacks, a setting of the whole interpreter.
-_STACK_SIZE = threading.Lock()
 
 
 def bits_of(ids: Sequence[int], vocab_size: int) -> TokenBits:
@@ -179,9 +179,15 @@ class OutputMatchers:
 
 @dataclass(eq=False)
 class _Job(Generic[ResultT]):
-    """Work that waits for the turn of its tenant. is_new: of a new grammar."""
+    """Work that waits for the turn of its tenant.
+
+    Attributes:
+        seconds: processor time that it may take.
+        is_new: of a new grammar.
+    """
 
     function: Callable[[], ResultT]
+    seconds: float
     is_new: bool = False
     future: Future[ResultT] = field(default_factory=Future)
 
@@ -190,8 +196,7 @@ class GrammarCompiler:
     """Compiler of grammars for one model, with threads of its own, which keeps the latest ones. Safe for use from any
     thread.
 
-    Tenants take turns, and none has all threads: what one of them asks for delays no other. Processor time has a limit in
-    the trial of a grammar; what passes it is bounded by counted steps.
+    Tenants take turns, and none has all threads: what one of them asks for delays no other.
 
     Args:
         model: folder or hub id of the tokenizer.
@@ -212,14 +217,15 @@ class GrammarCompiler:
         self._whitespace_pattern = whitespace_pattern
         self._not_eos = ~bits_of(self._eos_ids, vocab_size) & bits_of(range(vocab_size), vocab_size)
         self._num_threads = min(4, max(2, os.cpu_count() or 1))
-        self._threads = _new_threads(self._num_threads)
+        self._calls = BoundedCalls(self._num_threads, "grammar-compiler", COMPILE_STACK)
+        self._waiters = ThreadPoolExecutor(self._num_threads, thread_name_prefix="grammar-deadline")
         self._lock = threading.Lock()
         self._vocabulary: Future[tuple[GrammarTrials, LLTokenizer]] | None = None
         self._grammars: OrderedDict[StructuredOutputs, _Job[Grammar]] = OrderedDict()
         self._cached_length = 0
         self.refused: OrderedDict[bytes, str] = OrderedDict()  # why, by the digest of the constraint
         self._queues: OrderedDict[str, deque[_Job[Any]]] = OrderedDict()  # of the tenants, the next one first
-        self.num_running, self._num_following = Counter[str](), Counter[str]()  # by tenant
+        self.num_running, self.num_late, self._num_following = Counter[str](), Counter[str](), Counter[str]()  # by tenant
 
     def load(self) -> Future[tuple[GrammarTrials, LLTokenizer]]:
         """Begin to load the model's tokenizer, unless it is loaded or being loaded: 262,144 tokens take seconds.
@@ -232,7 +238,7 @@ class GrammarCompiler:
                 return self._vocabulary
             loading = self._vocabulary = Future()
         try:
-            self._threads.submit(self._load, loading)
+            self._waiters.submit(self._load, loading)
         except RuntimeError as error:
             loading.set_exception(_ending())
             raise _ending() from error
@@ -257,7 +263,7 @@ class GrammarCompiler:
             if job is None:
                 waiting = {other: sum(job.is_new for job in queue) for other, queue in self._queues.items()}
                 _check_share(waiting, tenant, MAX_COMPILING, "grammars wait to be compiled")
-                job = self._grammars[structured] = _Job(partial(self._compile, structured), is_new=True)
+                job = self._grammars[structured] = _Job(partial(self._compile, structured), COMPILE_SECONDS, is_new=True)
                 job.future.add_done_callback(partial(self._keep, structured))
                 self._cached_length += _length(structured)
             else:
@@ -276,7 +282,7 @@ class GrammarCompiler:
         grammar = self.submit(structured, tenant)
         with self._lock:
             self._num_following[tenant] += 1
-        job = _Job(lambda: _matchers(grammar.result(), output, has_drafts))
+        job = _Job(lambda: _matchers(grammar.result(), output, has_drafts), COMPILE_SECONDS + 2 * FOLLOW_SECONDS)
 
         def follow(_: Future[Grammar]) -> None:
             self._enqueue(job, tenant)  # it raises what the grammar raises
@@ -291,7 +297,7 @@ class GrammarCompiler:
 
     def _run_next_soon(self) -> None:
         try:
-            self._threads.submit(self._run_next)
+            self._waiters.submit(self._run_next)
         except RuntimeError:  # the interpreter exits: nothing is compiled any more
             with self._lock:
                 jobs = [job for queue in self._queues.values() for job in queue]
@@ -307,13 +313,22 @@ class GrammarCompiler:
         if found is None:
             return
         tenant, job = found
+        call, is_late = self._calls.submit(job.function), False
         try:
-            job.future.set_result(job.function())
+            job.future.set_result(self._calls.result(call, job.seconds))
+        except TimeoutError:
+            is_late = True
+            reason = f"structured_outputs takes more than {job.seconds:g} s to compile; simplify it"
+            job.future.set_exception(InvalidRequest(reason, "structured_outputs"))
         except Exception as error:
             job.future.set_exception(error)
         with self._lock:
             self.num_running[tenant] -= 1
             self.num_running += Counter()  # only tenants with some are kept
+            if is_late:
+                self.num_late[tenant] += 1
+        if is_late:
+            call.add_done_callback(partial(self._late_ended, tenant))
         self._run_next_soon()  # this tenant may have been the only one that waits
 
     def _next(self) -> tuple[str, _Job[Any]] | None:
@@ -334,7 +349,14 @@ class GrammarCompiler:
 
     def _may_run(self, tenant: str) -> bool:
         is_loaded = self._vocabulary is not None and self._vocabulary.done()
-        return is_loaded and self.num_running[tenant] < self._num_threads - 1
+        has_thread = self.num_running[tenant] < self._num_threads - 1 and self.num_late[tenant] < MAX_LATE
+        return is_loaded and has_thread
+
+    def _late_ended(self, tenant: str, call: Call[object]) -> None:
+        with self._lock:
+            self.num_late[tenant] -= 1
+            self.num_late += Counter()
+        self._run_next_soon()
 
     def _keep(self, structured: StructuredOutputs, future: Future[Grammar]) -> None:
         """Forget what failed, but not what a process died of, and the oldest ones beyond the limits."""
@@ -396,23 +418,6 @@ class GrammarCompiler:
         except (CheckpointError, ValueError, RuntimeError) as error:
             reason = f"structured_outputs is not supported with this model's tokenizer: {first_line(str(error))}"
             raise InvalidRequest(reason, "structured_outputs") from error
-
-
-def _new_threads(number: int) -> ThreadPoolExecutor:
-    """Return threads with large stacks, all of them started: none may start later, with a stack of another size."""
-    threads, all_started = ThreadPoolExecutor(number, thread_name_prefix="grammar-compiler"), threading.Event()
-    with _STACK_SIZE:
-        before = threading.stack_size(COMPILE_STACK)
-        try:
-            for _ in range(number):
-                threads.submit(all_started.wait)  # no thread is idle, so each starts another one
-        except RuntimeError:  # the system has no more, or the interpreter exits
-            threads.shutdown(wait=False)
-            raise
-        finally:
-            threading.stack_size(before)
-            all_started.set()
-    return threads
 
 
 def _ending() -> Unavailable:

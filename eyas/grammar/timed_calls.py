@@ -19,6 +19,8 @@ Params = ParamSpec("Params")
 
 # How often a wait looks at the clock of a call that is not done after its limit.
 _POLL_SECONDS = 0.02
+# Guards the size of new threads' stacks, a setting of the whole interpreter.
+_STACK_SIZE = threading.Lock()
 
 
 class Call(Future[ResultT], Generic[ResultT]):
@@ -55,10 +57,15 @@ class Call(Future[ResultT], Generic[ResultT]):
 
 
 class BoundedCalls:
-    """A few threads that run calls, first come first served. Safe for use from any thread."""
+    """A few threads that run calls, first come first served. Safe for use from any thread.
 
-    def __init__(self, num_threads: int, name: str) -> None:
+    Args:
+        stack_size: bytes of each thread's stack; 0: the system's size.
+    """
+
+    def __init__(self, num_threads: int, name: str, stack_size: int = 0) -> None:
         self._num_threads, self._name = num_threads, name
+        self._stack_size = stack_size
         self._lock = threading.Lock()
         self._calls: deque[Call[object]] = deque()
         self._threads = self._new_threads()
@@ -91,7 +98,10 @@ class BoundedCalls:
             if late.is_late:
                 return
             late.is_late = True
-            late_ones, self._threads = self._threads, self._new_threads()
+            try:
+                late_ones, self._threads = self._threads, self._new_threads()
+            except RuntimeError:  # there are no more: what waits runs after the late call
+                return
             late_ones.shutdown(wait=False)
             for _ in range(len(self._calls)):
                 self._run_first_soon()
@@ -100,7 +110,23 @@ class BoundedCalls:
         self._threads.submit(_run_first, self._calls)
 
     def _new_threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._num_threads, thread_name_prefix=self._name)
+        """Return threads, all started if their stacks have a size: none may start later, with a stack of another size."""
+        threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix=self._name)
+        if not self._stack_size:
+            return threads
+        all_started = threading.Event()
+        with _STACK_SIZE:
+            before = threading.stack_size(self._stack_size)
+            try:
+                for _ in range(self._num_threads):
+                    threads.submit(all_started.wait)  # no thread is idle, so each starts another one
+            except RuntimeError:  # the system has no more, or the interpreter exits
+                threads.shutdown(wait=False)
+                raise
+            finally:
+                threading.stack_size(before)
+                all_started.set()
+        return threads
 
 
 def _run_first(calls: deque[Call[object]]) -> None:
