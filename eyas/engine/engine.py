@@ -146,15 +146,17 @@ class Engine:
         collected = self._clock()
 
         batch = self.scheduler.schedule(drafts)
+        verified = 0.0
         if batch:
-            chunks = self._run(batch, drafts, cancelled, meanwhile)
+            chunks, outputs = self._run(batch, drafts, cancelled, meanwhile)
+            verified = self._clock() - collected
+            self.budget.observe(batch, outputs, self._costs.step())
         else:
             meanwhile()
             chunks = Chunks(cancelled)
         if not (batch and self.has_work):
             self._costs.pause()
         num_rows = sum([len(scheduled.slots) for scheduled in batch])
-        verified = self._clock() - collected if batch else 0.0
         admitted, preempted = tuple(self.scheduler.admitted), tuple(self.scheduler.preempted)
         self.report = StepReport(collected - began, verified, num_rows, admitted, preempted, tuple(chunks.ended))
 
@@ -175,8 +177,8 @@ class Engine:
         drafts: Seq[DraftReply],
         cancelled: Seq[Chunk],
         meanwhile: Callable[[], object],
-    ) -> Chunks:
-        """Run the pass of a step, commit its tokens and let the budget learn from it. Returns them after `cancelled`."""
+    ) -> tuple[Chunks, StepOutputs]:
+        """Run the pass of a step and commit its tokens. Returns their chunks after `cancelled`, and what the pass gave."""
         with self._costs.verifying():
             outputs = self._verified(batch, meanwhile)
         edited = None  # requests with other trees than the drafter's, to which samples mean nothing
@@ -185,8 +187,8 @@ class Engine:
         committed = self.scheduler.commit(batch, outputs, edited)
         if committed.ended:
             self._release(committed.ended)
-        self.budget.observe(batch, outputs, self._costs.step())
-        return replace(committed, last=[*cancelled, *committed.last]) if cancelled else committed
+        chunks = replace(committed, last=[*cancelled, *committed.last]) if cancelled else committed
+        return chunks, outputs
 
     def _verified(
         self,

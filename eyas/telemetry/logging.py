@@ -43,8 +43,10 @@ _CONTEXT: ContextVar[LogContext | None] = ContextVar("log context", default=None
 def configure_logging(log_format: LogFormat = "text") -> None:
     """Log to stderr from INFO up, one line per event. JSON lines add trace_id, span_id and request_id if known."""
     handler = logging.StreamHandler()
-    json_formatter = JsonFormatter(_JSON_FIELDS, rename_fields=_JSON_NAMES, timestamp=True)
-    handler.setFormatter(_TextFormatter(_TEXT_FORMAT) if log_format == "text" else json_formatter)
+    if log_format == "text":
+        handler.setFormatter(_TextFormatter(_TEXT_FORMAT))
+    else:
+        handler.setFormatter(JsonFormatter(_JSON_FIELDS, rename_fields=_JSON_NAMES, timestamp=True))
     handler.addFilter(_add_context)
     handler.addFilter(_shorten)
     handler.addFilter(RateLimit(handler))

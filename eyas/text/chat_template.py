@@ -221,9 +221,9 @@ def _calls(*names: str, result: str = "r") -> list[dict[str, Any]]:
 
 
 _SYSTEM: dict[str, Any] = {"role": "system", "content": _PROBE}
-# Messages whose text should be shown, by their role; that of the user comes first, because the others hold one.
+# Roles whose messages a template should show; the user's comes first, because the others' cases hold one.
 _ROLES = ("user", "system", "assistant", "tool")
-# These, and messages that some templates show only in part. What they may leave out is the probe. A template that shows
+# Messages of these roles, and some that templates show only in part. What they may leave out is the probe. One that shows
 # either the name or the arguments shows a call.
 _CASES: Mapping[str, tuple[dict[str, Any], ...]] = {
     "user": ({"role": "user", "content": _PROBE},),

@@ -124,14 +124,14 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
             )
             registration = WorkerRegistration(server, registry, worker)
             tasks = [
-                asyncio.create_task(watch_steps(async_engine, registration, config, workers.fail)),
-                asyncio.create_task(LoadLog(telemetry.registry).run(lambda: async_engine.load)),
+                asyncio.create_task(watch_steps(async_engine, registration, config, workers.fail), name="watchdog"),
+                asyncio.create_task(LoadLog(telemetry.registry).run(lambda: async_engine.load), name="load log"),
             ]
             try:
                 if pool is not None:
                     await discovery.watch("draft")
                     following = follow_drafters(discovery, model, pool, config.registry.heartbeat_interval_s)
-                    tasks.append(asyncio.create_task(following))
+                    tasks.append(asyncio.create_task(following, name="drafters"))
                 await serve(server, [GENERATION_SERVICE, WORKER_SERVICE], config.server, registration, runner=runner)
             finally:
                 for task in tasks:

@@ -22,6 +22,7 @@ class GainAccount:
 
     TRY_SHARE, FIRST_PAUSE = 0.01, 200  # the latter: steps that may follow a first try with a drafter in this process
     MAX_FAILED, NUM_COLD = 9, 2  # tries that double the pause; tries of a drafter elsewhere that may be cold
+    MAX_CREDIT = 32.0  # plain steps of earlier gains that tries may lose: a service gains for days
 
     def __init__(self, is_apart: bool) -> None:
         self.is_on = False
@@ -32,12 +33,16 @@ class GainAccount:
         self._credit = self._balance = 0.0  # gained and not spent on tries; gained since they began, or in a try
         self._is_tried = False  # whether the last step was a try, after which they may begin in a pause
 
-    def may_draft(self, load: int) -> bool:
-        """Return whether the next step may have trees. load: sequences of the step; another load is another question."""
+    def begin_step(self, load: int) -> bool:
+        """Begin a step. Returns whether it may have trees. load: its sequences; another load is another question."""
         if not self.is_on and self._load and not 2 / 3 < load / self._load < 1.5:
             self.pause, self._load, self._balance = 0, load, 0.0
         is_tried, self._is_tried = self._is_tried, False
         return is_tried or not self.pause
+
+    def rest(self) -> None:
+        """Count a plain step."""
+        self.pause = max(self.pause - 1, 0)
 
     def start(self) -> None:
         """Begin to have trees in all steps."""
@@ -65,7 +70,7 @@ class GainAccount:
         gain = max(gain, -1.0) if self.num_cold else gain
         self.num_cold = max(self.num_cold - 1, 0)
         self._balance += gain
-        self._credit += gain - late
+        self._credit = min(self._credit + gain - late, self.MAX_CREDIT)
         if self.is_on:
             most = 1 + 3 / count  # plain steps that trees may lose: what single sequences get varies more
             if self._balance >= most:

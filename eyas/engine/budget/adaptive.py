@@ -174,7 +174,7 @@ class AdaptiveDraftBudget:
     def _chosen(self, decoding: Seq[str], num_plain: int) -> dict[str, TreeBudget]:
         """Return the sizes of the sequences that draft."""
         count = len(decoding)
-        if not self._account.may_draft(count + self._num_others):
+        if not self._account.begin_step(count + self._num_others):
             return {}
         usual = self._tree.num_steps + 1  # tokens of a step with a tree, at most
         late = [max(missing - usual, 0) * self._draft.token_s for missing in self._step.missing]
@@ -264,7 +264,7 @@ class AdaptiveDraftBudget:
         self._num_steps += 1
         requested = [size for size in self._sizes.values() if size.max_depth] if self.num_nodes > 1 else []
         if not requested:
-            self._account.pause = max(self._account.pause - 1, 0)
+            self._account.rest()
             if self._num_steps > self.NUM_FIRST and self._num_steps % self.PLAIN_STEPS:
                 return
         # between two steps a drafter elsewhere works too, which would look like a cost of trees

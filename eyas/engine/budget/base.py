@@ -47,15 +47,19 @@ class CostTimer:
     def drafting(self) -> Iterator[None]:
         """Time a request for trees, or the wait for them."""
         began = self._clock()
-        yield
-        self._draft_s += self._clock() - began
+        try:
+            yield
+        finally:
+            self._draft_s += self._clock() - began
 
     @contextmanager
     def verifying(self) -> Iterator[None]:
         """Time a pass and the acceptance of its tokens."""
         began = self._clock()
-        yield
-        self._pass_s = self._clock() - began
+        try:
+            yield
+        finally:
+            self._pass_s = self._clock() - began
 
     def step(self) -> StepTimes:
         """Return the times of the step so far; the rest of it counts for the next one."""

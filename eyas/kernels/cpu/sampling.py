@@ -380,11 +380,11 @@ def kept_tokens(row, maxima, top, by, top_k, top_p, min_p):
 
 @kernel(error_model="numpy")
 def _race_of(row, places, key, by, top):
-    """Return the one of a few tokens of row [V] that wins, as `_race` of all does."""
+    """Return the one of a few tokens of row [V], in ascending order, that wins, as `_race` of all does."""
     winner, least = places[0], np.float32(np.inf)
     for place in places:
         score = _score(row, key, by, top, place)
-        if score < least or (score == least and place < winner):
+        if score < least:
             winner, least = place, score
     return winner
 

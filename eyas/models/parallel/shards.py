@@ -363,7 +363,8 @@ class SharedVocabulary:
         """Compile what a rank draws with, so that no request waits for that. Nothing is exchanged."""
         draws, logits = Draws([NoiseKey(0, 1.0)], [0]), self.placeholder(1, device)
         warm_up_search(logits)
-        sampling_kernels(logits).race(logits, draws, 0, self._vocab_size)
+        found = sampling_kernels(logits).race(logits, draws, 0, self._vocab_size)
+        best_of_races(found.repeat(self._shard.size, 1, 1), draws, self._vocab_size)
 
     def placeholder(self, num_rows: int, device: torch.device) -> Tensor:
         """Return what a rank gives `collect` for a pass whose result is not read."""

@@ -18,7 +18,6 @@ import grpc
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -105,8 +104,7 @@ def add_error_handlers(app: FastAPI) -> None:
         return error_response(error, request.scope)
 
     @app.exception_handler(RequestValidationError)
-    @app.exception_handler(ValidationError)
-    async def validation_error(request: Request, error: RequestValidationError | ValidationError) -> Response:
+    async def validation_error(request: Request, error: RequestValidationError) -> Response:
         return error_response(invalid_body(error.errors()), request.scope)
 
     @app.exception_handler(HTTPException)

@@ -16,6 +16,7 @@ from functools import cache, partial
 from typing import Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import (
@@ -287,6 +288,9 @@ class _JsonRequest(Request):
         threads: ClientThreads = state.service.threads
         try:
             return parse() if len(body) <= LARGE_REQUEST_BYTES else await threads.run(self.state.caller, parse)
+        except ValidationError as error:
+            self.error = RequestValidationError(error.errors())
+            raise self.error from None
         except Exception as error:
             self.error = error
             raise

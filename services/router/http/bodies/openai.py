@@ -32,7 +32,7 @@ from eyas.services.router.http.bodies.other_servers import translated
 from eyas.services.router.http.bodies.tools import EarlierCall, ToolFields
 
 DEFAULT_COMPLETION_TOKENS = 16
-MAX_CHOICES = 1024
+MAX_COMPLETIONS = 1024
 # A token id as the name of a field; `int` would also read "1_0", " 7" and digits of other scripts.
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,18}")
 
@@ -345,8 +345,8 @@ class CompletionBody(Body):
 
     @model_validator(mode="after")
     def _check_consistent(self) -> CompletionBody:
-        if len(self.prompt) * self.n > MAX_CHOICES:
-            raise InvalidRequest(f"more than {MAX_CHOICES} completions in one request; send several requests", "n")
+        if len(self.prompt) * self.n > MAX_COMPLETIONS:
+            raise InvalidRequest(f"more than {MAX_COMPLETIONS} completions in one request; send several requests", "n")
         if self.suffix and self.echo:
             raise InvalidRequest("echo with suffix would show no text that ever stood so; leave one of them out", "suffix")
         if self.echo and self.logprobs is not None and self.n > 1:

@@ -53,7 +53,7 @@ class MessagesWriter:
                 if event["type"] == "message_start":
                     message = event["message"]
                 elif event["type"] == "content_block_delta":
-                    self._blocks[-1].add(event["delta"])
+                    self._blocks[event["index"]].add(event["delta"])
                 elif event["type"] == "message_delta":
                     message |= event["delta"] | {"usage": event["usage"]}
         return message | {"content": [block.whole() for block in self._blocks]}
@@ -100,7 +100,7 @@ class MessagesWriter:
         if not self._blocks or self._blocks[-1].key != key:
             yield from self._end_block()
             self._blocks.append(_Block(key, begun))
-            yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": begun}
+            yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(begun)}
         if text:
             kind, name = _DELTAS[begun["type"]]
             yield self._delta({"type": kind, name: text})
