@@ -63,10 +63,11 @@ def one_of(choices: object, **settings: str) -> None:
         require(value in allowed, f"{name} is {value!r}; it must be one of {', '.join(filter(None, allowed))}")
 
 
-def valid_ports(**settings: int | None) -> None:
-    """Check that port numbers are in range; None is a port that is not served."""
+def valid_ports(*, can_be_null: bool = False, **settings: int | None) -> None:
+    """Check that port numbers are in range; null is a port that is not served."""
+    or_null = ", or be null" if can_be_null else ""
     for name, port in settings.items():
-        require(port is None or 0 <= port <= MAX_PORT, f"{name} is {port}; it must lie in [0, {MAX_PORT}]")
+        require(port is None or 0 <= port <= MAX_PORT, f"{name} is {port}; it must lie in [0, {MAX_PORT}]{or_null}")
 
 
 def num_bytes(name: str, size: str) -> int:

@@ -91,7 +91,8 @@ class HttpConfig:
     playground: bool = True
 
     def __post_init__(self) -> None:
-        valid_ports(port=self.port, operations_port=self.operations_port)
+        valid_ports(port=self.port)
+        valid_ports(can_be_null=True, operations_port=self.operations_port)
         above_zero(keepalive_interval_s=self.keepalive_interval_s)
 
 

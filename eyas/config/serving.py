@@ -195,7 +195,7 @@ class TelemetryConfig:
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
-        valid_ports(metrics_port=self.metrics_port)
+        valid_ports(can_be_null=True, metrics_port=self.metrics_port)
         require(0 <= self.step_span_ratio <= 1, f"step_span_ratio is {self.step_span_ratio}; it must lie in [0, 1]")
 
 
