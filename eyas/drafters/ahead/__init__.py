@@ -1,1 +1,1 @@
-"""Drafting ahead: trees grown while the target verifies, and the trial of whether they pay."""
+"""Drafting ahead: trees grown while the target verifies."""
