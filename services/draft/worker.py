@@ -58,6 +58,7 @@ class DraftWorker:
         self._wake = threading.Condition()
         self._running = True
         self.broken = False
+        self._drafts_ahead = True  # until that fails
         self._thread = threading.Thread(target=self._run, name="drafter", daemon=True)
 
     def __enter__(self) -> Self:
@@ -206,6 +207,9 @@ class DraftWorker:
         return DraftRow(job, commit.session, context)
 
     def _draft_ahead(self) -> bool:
+        """Do one step of work in advance. Returns whether there is more; after a failure never again."""
+        if not self._drafts_ahead:
+            return False
         try:
             more = self._drafter.draft_ahead()
             if prepared := self._drafter.take_prepared():
@@ -213,8 +217,8 @@ class DraftWorker:
             return more
         except Exception:
             names = [stream.qualified(name) for stream in list(self._streams.values()) for name in stream.epochs]
-            message = "the drafter failed while drafting ahead; %d sessions start again"
-            log.exception(message, len(names), extra={"rate_limited": True})
+            log.exception("drafting ahead failed, and stops until a restart; %d sessions start again", len(names))
+            self._drafts_ahead = False
             self._drafter.release(names)
             return False
 

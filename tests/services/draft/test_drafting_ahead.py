@@ -1,5 +1,9 @@
 """The draft service uses the time between two commits, and survives what goes wrong in it."""
 
+from collections.abc import Sequence
+
+import pytest
+
 from eyas.config import DraftAheadConfig, DraftingConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.draft_head import DraftHead
@@ -31,24 +35,35 @@ def test_trees_grown_between_two_commits_are_answered_and_marked(tiny_target: st
     assert prepared[0].prepared[0].committed_length == 9
 
 
-def test_a_draft_ahead_failure_loses_only_the_session() -> None:
+def test_drafting_ahead_that_fails_stops_and_drafting_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     class Failing(ToyDrafter):
-        failures = iter([RuntimeError("out of memory")])
+        def __init__(self) -> None:
+            super().__init__()
+            self.released = list[str]()
 
         def draft_ahead(self) -> bool:
-            for error in self.failures if self.sessions else ():
-                raise error
+            if self.sessions:
+                raise RuntimeError("out of memory")
             return False
+
+        def release(self, sessions: Sequence[str]) -> None:
+            self.released += sessions
+            super().release(sessions)
 
     drafter = Failing()
     replies = list[DraftResponse]()
     tokens = tuple(range(10, 20))
+    commits = [context("a", tokens[:7], base=5), context("a", tokens[:7]), context("a", tokens[:9], base=7)]
     with DraftWorker(drafter, INFO) as worker:
         stream = worker.open(lambda reply: replies.append(reply) if reply else None)
         worker.submit(stream, DraftRequest(1, (packed(context("a", tokens[:5])),)))
         eventually(lambda: replies and not drafter.sessions)
-        worker.submit(stream, DraftRequest(2, (packed(context("a", tokens[:7], base=5)),)))
-        worker.submit(stream, DraftRequest(3, (packed(context("a", tokens[:7])),)))
-        eventually(lambda: len(replies) == 3)
-    assert [(len(reply.trees), len(reply.resyncs)) for reply in replies] == [(1, 0), (0, 1), (1, 0)]
+        for step, commit in enumerate(commits, 2):
+            worker.submit(stream, DraftRequest(step, (packed(commit),)))
+            eventually(lambda step=step: len(replies) == step)
+    assert [(len(reply.trees), len(reply.resyncs)) for reply in replies] == [(1, 0), (0, 1), (1, 0), (1, 0)]
+    assert drafter.released == ["0/a"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "drafting ahead failed, and stops until a restart; 1 sessions start again"
+    ]
     assert not worker.broken
