@@ -165,6 +165,8 @@ def test_a_moved_session_is_sent_again_once(tiny_target: str, tiny_head: str) ->
         assert drafter.num_resyncs[request.id] == 1
         length = len(request.prompt_ids) + len(expected)
         assert drafter.num_tokens[request.id] <= length + drafter.length_at_move[request.id], "no token a third time"
+    assert sum(start == 0 for start, _, _ in drafter.taken) == 8, "each session begins at both"
+    assert all(num_features == num_tokens - (start == 0) for start, num_tokens, num_features in drafter.taken)
 
 
 def test_statistics_add_up_to_the_tokens(tiny_target: str, tiny_head: str) -> None:

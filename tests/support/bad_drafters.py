@@ -103,12 +103,19 @@ class DyingDrafter(DrafterAround):
 
 
 class MovingDrafter(DrafterAround):
-    """Another drafter takes over after some rounds. num_tokens: taken in, by session. num_resyncs: by session."""
+    """Another drafter takes over after some rounds.
+
+    Attributes:
+        num_tokens: taken in, by session.
+        num_resyncs: by session.
+        taken: of each commit taken in, its start and its numbers of tokens and features.
+    """
 
     def __init__(self, first: LocalDrafter, second: LocalDrafter, moves: int) -> None:
         super().__init__(first)
         self._second, self._moves, self._round = second, moves, 0
         self.num_tokens, self.num_resyncs, self.length_at_move = Counter[str](), Counter[str](), dict[str, int]()
+        self.taken = list[tuple[int, int, int]]()
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[Draft]:
         self._round += 1
@@ -121,6 +128,8 @@ class MovingDrafter(DrafterAround):
                 self.num_resyncs[context.session] += 1
             else:
                 self.num_tokens[context.session] += len(context.tokens)
+                num_features = 0 if context.features is None else len(context.features)
+                self.taken.append((context.start_position, len(context.tokens), num_features))
         return drafts
 
 

@@ -168,6 +168,7 @@ def test_lines_within_a_request_bear_its_ids() -> None:
     inside, outside = map(json.loads, out.getvalue().splitlines())
     assert inside["request_id"] == "r-1"
     assert inside["trace_id"] == TRACE[0][1].split("-")[1]
+    assert inside["span_id"] == f"{span.get_span_context().span_id:016x}"
     assert (inside["message"], inside["level"], inside["logger"]) == ("inside 1", "INFO", "somewhere")
     assert not {"request_id", "trace_id", "span_id"} & set(outside)
 
