@@ -15,6 +15,8 @@ from eyas.drafters.ahead import eagle as eagle_ahead
 from eyas.drafters.ahead import grown_tree
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.ahead.grown_tree import GrownTree
+from eyas.drafters.base import LocalDrafter
+from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
 from eyas.drafters.registry import DrafterParts
 from eyas.drafters.trees.rows import GrownRows
@@ -24,7 +26,7 @@ from eyas.kernels.choice import tree_kernels
 from eyas.kernels.plain import trees as plain_trees
 from eyas.models.checkpoint import Checkpoint
 from eyas.protocol.commit import NO_TREE
-from eyas.protocol.tree import DraftTree
+from eyas.protocol.tree import DraftTree, PreparedTree
 from tests.drafters.ahead.test_draft_ahead import (
     AHEAD,
     SHAPE,
@@ -59,7 +61,16 @@ def test_draft_services_on_gpus_draft_ahead_by_default(
     assert replace(parts, device="cpu", drafting=emulated).drafts_ahead is (expected or (not mode and has_idle_time))
 
 
-def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "kind"), [("", EagleDrafter), ("always", DraftAheadDrafter), ("never", EagleDrafter)])
+def test_a_draft_service_on_a_cpu_drafts_ahead_if_asked(
+    mode: DraftAheadMode, kind: type[LocalDrafter], tiny_target: str, tiny_head: str
+) -> None:
+    drafting = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode=mode))
+    head = DraftHead(tiny_head, "eagle3")
+    assert type(head.build_drafter(tiny_target, "float32", "cpu", SHAPE, drafting, has_idle_time=True)) is kind
+
+
+def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: str) -> None:
     drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
     last_of(drafter, [session("a", 9)])
     sent = []
@@ -73,6 +84,18 @@ def test_half_of_the_passes_send_a_prepared_tree(tiny_target: str, tiny_head: st
     assert len(sent) > 8
     assert numbers == [*likely, *numbers[len(likely) :]]
     assert numbers[-1] in (len(sent), len(sent) - 1), "the last one as well"
+
+
+def test_a_prepared_tree_is_cut_to_the_limit_of_nodes(
+    tiny_target: str, tiny_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PreparedTree, "MAX_NODES", 12)
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+    last_of(drafter, [session("a", 9)])
+    work(drafter)
+    (prepared,) = drafter.take_prepared()
+    assert len(drafter.ahead.grown["a"].tokens) > 12
+    assert len(prepared.tree.tokens) == 12
 
 
 @pytest.mark.parametrize("place", ["run_rows", "_best_next"])
