@@ -6,24 +6,22 @@ import asyncio
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from eyas.bench.settings import MethodSpec, MethodsSettings, OfflineSettings
 from eyas.cli import options
-from eyas.config import TreeConfig
+from eyas.config import DraftBudgetPolicy, Dtype, TreeConfig
 from eyas.config.checks import at_least
 from eyas.emulation.costs import DeviceCosts
 from eyas.errors import ConfigError
 from eyas.progress import Progress, progress
 
 if TYPE_CHECKING:
-    from eyas.bench.serve import RequestTimes, ServeSettings
-
-SettingsT = TypeVar("SettingsT", "OfflineSettings", "MethodsSettings", "ServeSettings")
+    from eyas.bench.serve import RequestTimes
 
 # Tokens of each prompt in a quick run.
 QUICK_TOKENS = 48
@@ -50,7 +48,6 @@ def _bench() -> None:
 
 @bench.command()
 def offline(
-    context: typer.Context,
     model: Model,
     draft_model: Annotated[str, typer.Option(help="Folder or hub id of a draft head; plain decoding only without it.")] = "",
     method: Annotated[str, typer.Option(help="Drafting method; by default the one that the draft model is for.")] = "",
@@ -77,14 +74,21 @@ def offline(
     out: Out = RESULTS,
 ) -> None:
     """Compare plain decoding, speculative decoding and transformers' generate in this process."""
-    settings = _settings(
-        OfflineSettings,
-        context,
+    settings = OfflineSettings(
+        model=model,
+        draft_model=draft_model,
+        method=method,
         prompts=prompts,
+        num_prompts=num_prompts,
         batches=tuple(batch),
         temperatures=tuple(temperature),
+        max_tokens=max_tokens,
         num_groups=groups,
         tree=TreeConfig(num_draft_tokens, num_steps, top_k),
+        draft_budget=cast(DraftBudgetPolicy, draft_budget),
+        dtype=cast(Dtype, dtype),
+        device=device,
+        threads=threads,
     )
     if quick:
         few = min(max_tokens, QUICK_TOKENS)
@@ -97,7 +101,6 @@ def offline(
 
 @bench.command("serve")
 def serve(
-    context: typer.Context,
     url: Annotated[str, typer.Argument(metavar="URL", help="Base URL of a server of OpenAI's API.")],
     model: Annotated[str, typer.Option(help="Name of the model; by default the first that the server lists.")] = "",
     endpoint: Annotated[str, typer.Option(help="Which API gets the prompts: completions or chat.")] = "completions",
@@ -127,9 +130,24 @@ def serve(
     out: Annotated[Path | None, typer.Option(help="Folder of a dated report in JSON; none is written by default.")] = None,
 ) -> None:
     """Put load on a server and measure latencies, throughput, goodput, and acceptance where the server gives it."""
-    from eyas.bench.serve import ServeSettings, read_goodput, run_load
+    from eyas.bench.serve import Endpoint, ServeSettings, read_goodput, run_load
 
-    settings = _settings(ServeSettings, context, prompts=prompts, goodput=read_goodput(goodput or ()))
+    settings = ServeSettings(
+        url=url,
+        model=model,
+        endpoint=cast(Endpoint, endpoint),
+        num_prompts=num_prompts,
+        request_rate=request_rate,
+        concurrency=concurrency,
+        prompts=prompts,
+        dataset=dataset,
+        input_tokens=input_tokens,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        ignore_eos=ignore_eos,
+        goodput=read_goodput(goodput or ()),
+        seed=seed,
+    )
     from eyas.bench.report import Report
 
     with progress() as shown:
@@ -156,7 +174,6 @@ def _shown_rate(shown: Progress, num_requests: int) -> Callable[[RequestTimes], 
 
 @bench.command()
 def methods(
-    context: typer.Context,
     model: Model,
     prompts: Annotated[Path, typer.Option(help="JSON Lines with token_ids, text or turns, and a category or task.")],
     method: Annotated[list[str], typer.Option(help="NAME or NAME=DRAFT_MODEL, such as eagle3=FOLDER; may be repeated.")],
@@ -181,13 +198,22 @@ def methods(
     out: Out = RESULTS,
 ) -> None:
     """Decode the same prompts with each method in turn; write a table and a bar chart."""
-    settings = _settings(
-        MethodsSettings,
-        context,
+    settings = MethodsSettings(
+        model=model,
         methods=tuple(map(MethodSpec.parse, method)),
         prompts=prompts,
+        num_prompts=num_prompts,
+        assistant=assistant,
+        draft_budget=cast(DraftBudgetPolicy, draft_budget),
+        processor_time=processor_time,
+        generates=generates,
         temperatures=tuple(temperature),
+        max_tokens=max_tokens,
         tree=TreeConfig(num_draft_tokens, num_steps, top_k),
+        dtype=cast(Dtype, dtype),
+        quantization=quantization,
+        device=device,
+        threads=threads,
     )
     _announce(model)
     from eyas.bench.methods import draw, measure
@@ -253,12 +279,6 @@ def _on_same_gpu(verifier: str, drafter: str) -> str:
             f"what {drafter} costs on the device of {verifier} is unknown, as both are not presets; give it as --local"
         )
     return f"{drafter.partition('@')[0]}@{verifier.partition('@')[2]}"
-
-
-def _settings(kind: type[SettingsT], context: typer.Context, **others: Any) -> SettingsT:
-    """Return settings from a command's options of the same names, and from others."""
-    named = {field.name: context.params[field.name] for field in fields(kind) if field.name in context.params}
-    return kind(**(named | others))
 
 
 def _announce(model: str) -> None:
