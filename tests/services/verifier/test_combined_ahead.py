@@ -33,7 +33,7 @@ AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=8)
 
 @pytest.mark.parametrize(
     ("lookup", "budget"),
-    [("prompt_lookup", "adaptive"), nightly("prompt_lookup", "fixed"), nightly("lookahead", "fixed")],
+    [("prompt_lookup", "adaptive"), nightly("prompt_lookup", "fixed"), ("lookahead", "fixed")],
 )
 def test_combined_trees_sent_ahead_change_no_token(
     lookup: str, budget: str, tiny_target: str, tiny_head: str, taken: list[str], monkeypatch: pytest.MonkeyPatch

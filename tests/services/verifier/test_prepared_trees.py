@@ -12,11 +12,12 @@ from eyas.config import DraftAheadConfig, DraftingConfig, EngineConfig, TreeConf
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_head import DraftHead
+from eyas.engine.budget.account import GainAccount
 from eyas.protocol.tree import DraftTree, PreparedTree
 from eyas.rpc.messages import DraftResponse
 from eyas.services.verifier import draft_client
 from eyas.services.verifier.draft_client import MAX_UNPREPARED, RemoteDrafter
-from tests.support.runs import assert_plain, run, stats_of
+from tests.support.runs import assert_plain, run
 from tests.support.services.toy_drafting import PATIENT, VOCAB, ToyDrafter, connect, context, drafting, eventually, serving
 from tests.support.tiny import build_engine, fixed_config
 
@@ -97,6 +98,16 @@ def test_a_reply_with_many_invalid_trees_is_one_failure() -> None:
             remote.receive(DraftResponse(0, prepared=tuple(trees)))
             assert list(remote.prepared.by_session) == ["h"]
         assert remote.breaker.state == "open"
+
+
+def test_a_prepared_tree_beyond_the_limit_of_nodes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PreparedTree, "MAX_NODES", 12)
+    with serving(ToyDrafter()) as address, connect(address) as remote:
+        remote.request([context(name, TOKENS[:5]) for name in "ab"])()
+        trees = [DraftTree.chain(range(14, 14 + num_nodes)) for num_nodes in (12, 13)]
+        prepared = tuple(PreparedTree(name, 0, 5, tree) for name, tree in zip("ab", trees, strict=True))
+        remote.receive(DraftResponse(0, prepared=prepared))
+        assert list(remote.prepared.by_session) == ["a"]
 
 
 @pytest.mark.parametrize(
@@ -216,18 +227,22 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
     assert_plain(tiny_target, requests, chunks)
 
 
-def test_the_defaults_of_a_gpu_change_no_token(tiny_target: str, tiny_head: str) -> None:
-    """The defaults on a GPU: adaptive trees, drafted ahead. Both depend on time, and no token does."""
+def test_adaptive_trees_drafted_ahead_change_no_token(
+    tiny_target: str, tiny_head: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are the defaults on a GPU. Both depend on time, and no token does."""
+    monkeypatch.setattr(GainAccount, "_wait", lambda *args: None)  # a random head would soon draft no more
     head = DraftHead(tiny_head, "eagle3")
-    settings = DraftingConfig(2048, draft_ahead=replace(AHEAD, mode="always"))
-    drafter = head.build_drafter(tiny_target, "float32", "cpu", TREE, settings, has_idle_time=True)
-    assert isinstance(drafter, DraftAheadDrafter)
-    fuser = head.build_fuser(tiny_target, "float32", "cpu")
-    samplings = [SamplingParams(24, t, seed=60, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0)]
+    settings = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, num_steps=4, mode="always"))
+    built = head.build_drafter(tiny_target, "float32", "cpu", TREE, settings, has_idle_time=True)
+    assert isinstance(built, DraftAheadDrafter)
+    drafter, fuser = WatchedDrafter(built), head.build_fuser(tiny_target, "float32", "cpu")
+    samplings = [SamplingParams(24, t, seed=70, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0)]
     requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
-    with drafting(drafter, "eagle3", RemoteDrafter, drafter.needs) as remote:
+    with drafting(drafter, "eagle3", PatientVerifier, built.needs) as remote:
+        remote.drafter = drafter
         config = EngineConfig(max_kv_tokens=512, draft_budget="adaptive")
         engine = build_engine(tiny_target, fuser, "float32", "cpu", config, TREE, remote)
         chunks = run(engine, requests[:1], {6 + i: [request] for i, request in enumerate(requests[1:])})
-    assert stats_of(chunks).num_drafted
+    assert taken
     assert_plain(tiny_target, requests, chunks)
