@@ -40,8 +40,9 @@ PART_BLOCKS = 256
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 # Of weights that are packed for products in float32.
 WEIGHT_DTYPES = (torch.float32, *HALF_DTYPES)
-# Exponent of the largest weight of a float16 layout; float16 reaches 2**16.
-HALF_EXPONENT = 15
+# Exponent of the largest weight of a float16 layout; float16 reaches 2**16. And that of its scale, whose inverse is a normal
+# float32.
+HALF_EXPONENT, MAX_EXPONENT = 15, 126
 # Rows from which on threads share a pass. One row's takes as long as the last token's way to the client, on another core.
 MIN_SHARED_ROWS = 4
 # Layers that transformers calls one after the other on the same rows.
@@ -291,7 +292,8 @@ class PackedWeight:
             if (layout := _laid_out(weight, torch.float16, 1.0, is_blocked)) is not None:
                 return cls(layout, *shape)
             low, high = torch.aminmax(weight)
-            scale = 2.0 ** (HALF_EXPONENT - math.frexp(max(-float(low), float(high)))[1])
+            exponent = HALF_EXPONENT - math.frexp(max(-float(low), float(high)))[1]
+            scale = 2.0 ** min(exponent, MAX_EXPONENT)
             if (layout := _laid_out(weight, torch.float16, scale, is_blocked)) is not None:
                 return cls(layout, *shape, scale)
         if len(weight) > 0 and runs_kernel(torch.float32) and runs_compiled(weight.device):

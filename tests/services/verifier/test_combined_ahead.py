@@ -38,7 +38,8 @@ AHEAD = DraftAheadConfig(top_k=24, num_candidates=24, num_steps=8)
 def test_combined_trees_sent_ahead_change_no_token(
     lookup: str, budget: str, tiny_target: str, tiny_head: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(GainAccount, "_wait", lambda *args: None)  # a random head would soon draft no more
+    monkeypatch.setattr(GainAccount, "stop", lambda *args: None)  # a random head would soon draft no more
+    monkeypatch.setattr(GainAccount, "_wait", lambda *args: None)
     monkeypatch.setattr(PreparedTrees, "MIN_DRAFTED", 1)
     head = DraftHead(tiny_head, f"eagle3+{lookup}")
     settings = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, mode="always"))
