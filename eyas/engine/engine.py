@@ -141,7 +141,7 @@ class Engine:
 
         self._costs.begin()
         began = self._clock()
-        with self._costs.drafting():
+        with self._costs.timed("draft"):
             drafts = self._collected()
         collected = self._clock()
 
@@ -160,7 +160,7 @@ class Engine:
         admitted, preempted = tuple(self.scheduler.admitted), tuple(self.scheduler.preempted)
         self.report = StepReport(collected - began, verified, num_rows, admitted, preempted, tuple(chunks.ended))
 
-        with self._costs.drafting():
+        with self._costs.timed("draft"):
             self._request_drafts()
         return chunks
 
@@ -179,7 +179,7 @@ class Engine:
         meanwhile: Callable[[], object],
     ) -> tuple[Chunks, StepOutputs]:
         """Run the pass of a step and commit its tokens. Returns their chunks after `cancelled`, and what the pass gave."""
-        with self._costs.verifying():
+        with self._costs.timed("pass"):
             outputs = self._verified(batch, meanwhile)
         edited = None  # requests with other trees than the drafter's, to which samples mean nothing
         if self.draft_manager.needs.samples:

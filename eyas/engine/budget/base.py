@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from eyas.engine.sequence import ScheduledSequence
 from eyas.protocol.commit import TreeBudget
@@ -35,43 +35,35 @@ class CostTimer:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._draft_s = self._pass_s = 0.0
+        self._seconds = {"draft": 0.0, "pass": 0.0}
         self._since: float | None = None  # when a step was observed last; None if there was nothing to do since
 
     def begin(self) -> None:
         """Begin a step, which the request for its trees belongs to."""
+        self._seconds["pass"] = 0.0
         if self._since is None:
-            self._since = self._clock() - self._draft_s
+            self._since = self._clock() - self._seconds["draft"]
 
     @contextmanager
-    def drafting(self) -> Iterator[None]:
-        """Time a request for trees, or the wait for them."""
+    def timed(self, part: Literal["draft", "pass"]) -> Iterator[None]:
+        """Add time to a part: to request trees and to wait for them, or to run a pass and accept its tokens."""
         began = self._clock()
         try:
             yield
         finally:
-            self._draft_s += self._clock() - began
-
-    @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """Time a pass and the acceptance of its tokens."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self._pass_s = self._clock() - began
+            self._seconds[part] += self._clock() - began
 
     def step(self) -> StepTimes:
         """Return the times of the step so far; the rest of it counts for the next one."""
         now, since = self._clock(), self._since
         assert since is not None, "a step has begun"
-        times = StepTimes(self._draft_s, self._pass_s, now - since - self._draft_s - self._pass_s)
-        self._since, self._draft_s = now, 0.0
-        return times
+        draft_s, pass_s = self._seconds["draft"], self._seconds["pass"]
+        self._since, self._seconds["draft"] = now, 0.0
+        return StepTimes(draft_s, pass_s, now - since - draft_s - pass_s)
 
     def pause(self) -> None:
         """Leave out the time until the next request for trees."""
-        self._since, self._draft_s = None, 0.0
+        self._since, self._seconds["draft"] = None, 0.0
 
 
 class NextStep(NamedTuple):
