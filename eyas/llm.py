@@ -126,7 +126,7 @@ class LLM:
         self._tokenizer = load_tokenizer(tokenizer or model)  # before the weights, which take longer
         drafts = _speculation(speculative_config, draft_model, method, tree, methods or MethodsConfig())
         device, dtype = resolve_placement(device, _dtype_name(dtype), checkpoint)
-        passes = pass_dtype(checkpoint, dtype, device, engine)
+        passes = pass_dtype(checkpoint, dtype, device, engine, threads)
         use_threads(threads, (device, passes))
         drafting = drafting or DraftingConfig(cuda_graphs=engine.cuda_graphs)
         drafting = replace(drafting, quantization=drafts.quantization or drafting.quantization)

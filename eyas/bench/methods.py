@@ -130,7 +130,7 @@ class MethodsResults:
 def measure(settings: MethodsSettings, progress: Progress) -> MethodsResults:
     """Run every method on every prompt. Raises EyasError for models and prompts that cannot be used."""
     engine = EngineConfig(quantization=settings.quantization)
-    passes = pass_dtype(settings.model, settings.dtype, settings.device, engine)
+    passes = pass_dtype(settings.model, settings.dtype, settings.device, engine, settings.threads)
     use_threads(settings.threads, (settings.device, passes))
     progress.show("loading models")
     prompts = load_tasks(settings)

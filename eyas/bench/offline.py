@@ -77,7 +77,7 @@ def load(settings: OfflineSettings) -> tuple[OfflineSettings, BenchParts]:
     target = Checkpoint(settings.model)
     head = DraftHead(settings.draft_model, settings.method, target)
     device, dtype = resolve_placement(settings.device, settings.dtype, target)
-    passes = pass_dtype(target, dtype, device, EngineConfig())
+    passes = pass_dtype(target, dtype, device, EngineConfig(), settings.threads)
     use_threads(settings.threads, (device, passes))
     resolved = replace(settings, method=head.method, tree=head.resolve_tree(settings.tree))
     if not head.drafts:

@@ -59,7 +59,7 @@ def head(
         from eyas.models.placement import pass_dtype, resolve_placement
 
         device, dtype = resolve_placement(device, dtype, model)
-        passes = pass_dtype(model, dtype, device, EngineConfig())
+        passes = pass_dtype(model, dtype, device, EngineConfig(), threads)
         use_threads(threads, (device, passes))
         head = DraftHead(draft_model, method, model, has_default=True)
         method = head.method

@@ -273,7 +273,7 @@ class VerifierConfig(WorkerConfig):
         methods: settings of the lookups that run in the verifier.
         validate_head: "auto" tests at startup that the head's guesses are better than chance, and rejects it otherwise.
         dtype: of the weights. "auto" takes the checkpoint's own on CUDA, and float32 on a CPU, which multiplies weights of
-            half precision in float32 unless it has matrix units for them.
+            half precision in float32, or with AMX those of bfloat16 by rows rounded to it.
         device: "auto" takes CUDA if there is a GPU.
         tree: shape of draft trees; drafter and verifier should agree.
         max_pending_bytes: output that routers have not read yet, of all requests together. A request may hold as many bytes

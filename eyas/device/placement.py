@@ -25,6 +25,18 @@ def runs_compiled(device: torch.device) -> bool:
     return device.type == "cpu" and torch.get_num_threads() == 1 and has_numba()
 
 
+def may_run_compiled(device: str, threads: int | None) -> bool:
+    """Return whether the kernels of numba serve this device once `use_threads` has set `threads`; None if it has."""
+    if threads is None or (threads == 0 and not _takes_one_thread()):
+        return runs_compiled(torch.device(device))
+    return threads < 2 and device == "cpu" and has_numba()
+
+
+def _takes_one_thread() -> bool:
+    """Return whether one thread is the default where compiled kernels can run."""
+    return "OMP_NUM_THREADS" not in os.environ and num_cores() <= MOST_CORES
+
+
 def runs_triton(device: torch.device) -> bool:
     """Return whether Triton's kernels serve this device."""
     return device.type != "cpu" and has_triton()
@@ -48,8 +60,8 @@ def use_threads(count: int, *placements: tuple[str, str]) -> None:
     """
     if count < 0:
         raise ConfigError(f"threads is {count}; it must be at least 0")
-    if not count and "OMP_NUM_THREADS" not in os.environ and set(placements) == {("cpu", "float32")}:
-        count = int(num_cores() <= MOST_CORES and has_numba())
+    if not count and set(placements) == {("cpu", "float32")}:
+        count = int(_takes_one_thread() and has_numba())
     if count:
         torch.set_num_threads(count)
 

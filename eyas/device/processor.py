@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,10 @@ PROCESSORS = Path("/proc/cpuinfo")
 HALF_UNITS = {"bfloat16": {"amx_bf16", "bf16"}, "float16": {"amx_fp16"}}
 # Units that pay in training, whose products have many rows: twice as fast is enough there.
 TRAINING_UNITS = HALF_UNITS["bfloat16"] | {"avx512_bf16"}
+# Linux's call arch_prctl on x86-64, its request for a state of the processor, and the state of AMX's tiles.
+ARCH_PRCTL = 158
+REQUEST_STATE = 0x1023
+TILES = 18
 
 
 @cache
@@ -50,6 +55,15 @@ def multiplies_and_adds() -> bool:
 def adds_products_of_bytes() -> bool:
     """Return whether one instruction adds four products of bytes to each of 16 integers."""
     return {"avx512f", "avx512_vnni"} <= _words()
+
+
+@cache
+def has_matrix_units() -> bool:
+    """Return whether this processor multiplies tiles of bfloat16 numbers, and Linux lets this process do so from now on."""
+    if not {"amx_tile", "amx_bf16"} <= _words() or platform.system() != "Linux":
+        return False
+    refused: int = ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILES)
+    return refused == 0
 
 
 def _words() -> set[str]:

@@ -201,10 +201,12 @@ class RowKeys(NamedTuple):
 
 # Outputs in a block of a weight that the kernels of the CPU multiply by.
 BLOCK_OUTPUTS = 16
-# How such a weight is stored: as float32, as float16, or as integers of 8 bits that are multiplied in float32 or, in words
-# of QUAD_INPUTS, by rows that are rounded to 8 bits.
-FLOATS, HALVES, BYTES, DOTS = range(4)
+# How such a weight is stored: as float32, as float16, as integers of 8 bits that are multiplied in float32 or, in words
+# of QUAD_INPUTS, by rows that are rounded to 8 bits; or as bfloat16, in pairs of inputs, by rows that are rounded to it.
+FLOATS, HALVES, BYTES, DOTS, PAIRS = range(5)
 QUAD_INPUTS = 4
+# Inputs that a matrix unit takes at a time; of pairs, a weight has whole steps.
+STEP_INPUTS = 32
 # Inputs of an output that share a scale, of 8-bit integers; and rows of a block behind these inputs, which hold the
 # outputs' float32 scales.
 GROUP_INPUTS, SCALE_INPUTS = 16, 4

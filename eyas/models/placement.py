@@ -9,18 +9,22 @@ import torch
 from eyas.config import Dtype, EngineConfig
 from eyas.config.engine import INT8
 from eyas.config.target_limits import has_experts, quantisation
-from eyas.device.placement import DTYPES
+from eyas.device.placement import DTYPES, may_run_compiled
 from eyas.device.processor import multiplies_halves
+from eyas.models.backends.packed_weights import multiplies_tiles
 from eyas.models.checkpoint import CheckpointSource, open_checkpoint
 
 
-def pass_dtype(target: CheckpointSource, dtype: str, device: str, engine: EngineConfig) -> str:
+def pass_dtype(target: CheckpointSource, dtype: str, device: str, engine: EngineConfig, threads: int | None = None) -> str:
     """Return the dtype that passes over weights of `dtype` compute in. `auto` must have been resolved.
 
-    On a CPU that is float32 for `engine.quantization` INT8, for deterministic mode, and where the processor has no
-    matrix units for a half precision: kernels read the weights in as many bytes, and a row does not depend on the other rows
-    (docs/decisions/0050-half-weights.md). Experts and quantised weights are none that kernels read, so models with these
-    compute in the dtype of their weights, as ranks do.
+    On a CPU that is float32 for `engine.quantization` INT8, for deterministic mode, where the processor has no matrix units
+    for a half precision, and where our kernels use them: kernels read the weights in as many bytes, and a row does not
+    depend on the other rows (docs/decisions/0050-half-weights.md). Kernels read neither experts nor quantised weights, so
+    models with these compute in the dtype of their weights, as ranks do.
+
+    Args:
+        threads: that `use_threads` will set; None if it has.
     """
     if dtype == "float32" or device.partition(":")[0] != "cpu" or engine.tensor_parallel_size > 1:
         return dtype
@@ -29,7 +33,8 @@ def pass_dtype(target: CheckpointSource, dtype: str, device: str, engine: Engine
     config = open_checkpoint(target).config
     if has_experts(config) or quantisation(config):
         return dtype
-    return "float32" if engine.deterministic or not multiplies_halves(dtype) else dtype
+    has_kernels = dtype == "bfloat16" and may_run_compiled(device, threads) and multiplies_tiles()
+    return "float32" if engine.deterministic or has_kernels or not multiplies_halves(dtype) else dtype
 
 
 def resolve_placement(device: str, dtype: str, target: CheckpointSource) -> tuple[str, Dtype]:

@@ -77,6 +77,7 @@ class TargetModel:
         # Of hidden states, keys and values; quantised and packed weights have another.
         embedding = model.get_input_embeddings()
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, PackedEmbedding) else embedding.weight.dtype
+        self.weight_dtype = str(self.dtype).removeprefix("torch.")  # the one asked for, or INT8
         self.vocab_size = int(self.config.vocab_size)
         self.max_model_len = context_limit(self.config)
         self.eos_ids = _eos_ids(model)
@@ -93,10 +94,13 @@ class TargetModel:
         self.set_aux_hidden_state_layers(aux_hidden_state_layers)
 
     def with_features(self, aux_hidden_state_layers: Sequence[int] = ()) -> TargetModel:
-        """Another target on the same weights and scales, which collects these layers. Only for a whole model on one rank."""
+        """Return another target on the same weights and scales, which collects these layers. Only for a whole model on one
+        rank.
+        """
         assert self._num_ranks == 1, "ranks share one target"
         other = TargetModel(self.model, aux_hidden_state_layers, architecture=self._architecture, hooks=self._hooks)
         other.kv_scales = self.kv_scales
+        other.weight_dtype = self.weight_dtype
         return other
 
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:

@@ -50,7 +50,7 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
     placements = [resolve_placement(model.device, model.dtype, target_of(model.model)) for model in config.models]
     targets = [target_of(model.model) for model in config.models]
     passes = [
-        (device, pass_dtype(target, dtype, device, EngineConfig()))
+        (device, pass_dtype(target, dtype, device, EngineConfig(), config.threads))
         for target, (device, dtype) in zip(targets, placements, strict=True)
     ]
     use_threads(config.threads, *passes)

@@ -29,6 +29,7 @@ from eyas.engine.async_engine import AsyncEngine
 from eyas.engine.build import assemble_engine, gather_ranks, load_model, run_worker
 from eyas.engine.engine import Engine
 from eyas.errors import ConfigError
+from eyas.models.backends.packed_weights import multiplies_tiles
 from eyas.models.checkpoint import Checkpoint
 from eyas.models.fingerprints import target_fingerprint
 from eyas.models.generation_config import sampling_defaults
@@ -68,7 +69,7 @@ log = logging.getLogger(__name__)
 async def run(config: VerifierConfig, runner: ServiceRunner | None = None) -> None:
     """Load the target and serve it until the runner stops it. A rank other than 0 computes for rank 0."""
     device, dtype = resolve_placement(config.device, config.dtype, config.model)
-    use_threads(config.threads, (device, pass_dtype(config.model, dtype, device, config.engine)))
+    use_threads(config.threads, (device, pass_dtype(config.model, dtype, device, config.engine, config.threads)))
     config = replace(config, device=device, dtype=dtype)
     info = rank_info(config)
     if info.rank > 0:
@@ -149,9 +150,11 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
     tokens that are nearly equal.
     """
     engine, device = config.engine, config.device.partition(":")[0]
+    passes = pass_dtype(config.model, config.dtype, config.device, engine)
     parts = {
         "target": target.target_fingerprint,
-        "dtypes": [config.dtype, pass_dtype(config.model, config.dtype, config.device, engine)],
+        "dtypes": [config.dtype, passes],
+        "has rows in bfloat16": (config.dtype, passes) == ("bfloat16", "float32") and multiplies_tiles(),
         "device": device,
         "has compiled products": runs_compiled(torch.device(device)),
         "has rows in 8 bits": engine.quantization == INT8 and adds_products_of_bytes(),

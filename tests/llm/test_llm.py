@@ -152,6 +152,9 @@ def test_auto_takes_the_gpu_and_the_dtype_of_the_checkpoint(monkeypatch: pytest.
     [
         ({}, False, "float32"),
         ({}, True, "bfloat16"),
+        ({"has_kernels": True}, True, "float32"),
+        ({"has_kernels": True, "threads": 4}, True, "bfloat16"),
+        ({"has_kernels": True, "experts": 4}, True, "bfloat16"),
         ({"engine": EngineConfig(deterministic=True)}, True, "float32"),
         ({"engine": EngineConfig(tensor_parallel_size=2)}, False, "bfloat16"),
         ({"device": "cuda:1", "engine": EngineConfig(deterministic=True)}, False, "bfloat16"),
@@ -162,10 +165,13 @@ def test_half_weights_are_multiplied_in_float32(
     settings: dict[str, Any], has_units: bool, passes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("eyas.models.placement.multiplies_halves", lambda _: has_units)
+    has_kernels = settings.get("has_kernels", False)
+    monkeypatch.setattr("eyas.models.placement.multiplies_tiles", lambda: has_kernels)
     (tmp_path / "config.json").write_text(json.dumps({"num_local_experts": settings.get("experts", 0)}))
     device, engine = settings.get("device", "cpu"), settings.get("engine", EngineConfig())
-    assert pass_dtype(str(tmp_path), "bfloat16", device, engine) == passes
-    assert pass_dtype(str(tmp_path), "float32", device, engine) == "float32"
+    threads = settings.get("threads")
+    assert pass_dtype(str(tmp_path), "bfloat16", device, engine, threads) == passes
+    assert pass_dtype(str(tmp_path), "float32", device, engine, threads) == "float32"
 
 
 def test_streamed_pieces_join_to_the_whole_output(plain_llm: LLM, eagle3_llm: LLM) -> None:

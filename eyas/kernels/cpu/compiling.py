@@ -8,7 +8,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from numba import njit
+from numba import config, njit
+from numba.core.codegen import get_host_cpu_features
 
 # File that a process locks while it compiles, in the folder of the results.
 LOCK = ".kernels.lock"
@@ -30,6 +31,12 @@ def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             return njit(nogil=True, **options)(function)
 
     return compiled
+
+
+def compiles_for(*features: str) -> bool:
+    """Return whether numba compiles for processors with these features: those of this one, unless its settings say less."""
+    found = get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES
+    return {f"+{feature}" for feature in features} <= set(found.split(","))
 
 
 def compile_all(kernels: Mapping[Any, tuple[Any, ...]]) -> None:

@@ -414,7 +414,7 @@ class LayerStack(NamedTuple):
 
     Attributes:
         weights: their addresses [M, E].
-        stored: FLOATS, HALVES, BYTES or DOTS for each [M, E].
+        stored: how the kernels find their numbers, see `multiply_weight`, [M, E].
         scales: what to multiply the products by [M, E].
         biases: of the first product [M, N], or [M, 0].
         norms: factors of the norms before the MLP and before the next layer [M, 2, C].

@@ -8,7 +8,8 @@ products with one number of each row.
     sums of 1 row, 8 blocks     [1 x 128]
 
 Each sum is taken in the order of k by fused multiply-adds, whatever the tile: a row's result does not depend on the other
-rows. `_DotTile` rounds rows to 8 bits as well, and adds four products of integers by one instruction.
+rows. `_DotTile` rounds rows to 8 bits as well, and adds four products of integers by one instruction. `_PairTile` does what
+`matrix_units` does, in the same order.
 
 Legend: R rows, K inputs, N outputs.
 """
@@ -21,11 +22,22 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.codegen import get_host_cpu_features
 from numba.extending import intrinsic
 
-from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, DOTS, FLOATS, GROUP_INPUTS, HALVES, QUAD_INPUTS, SCALE_INPUTS
-from eyas.kernels.cpu.compiling import kernel
+from eyas.kernels.arguments import (
+    BLOCK_OUTPUTS,
+    BYTES,
+    DOTS,
+    FLOATS,
+    GROUP_INPUTS,
+    HALVES,
+    PAIRS,
+    QUAD_INPUTS,
+    SCALE_INPUTS,
+    STEP_INPUTS,
+)
+from eyas.kernels.cpu.compiling import compiles_for, kernel
+from eyas.kernels.cpu.matrix_units import HAS_UNITS, multiply_pairs, pair_rows
 from eyas.kernels.cpu.sharing import finish_part, next_part, wait_for_parts
 
 # Blocks of a tile by its rows. Its sums, and what they are made of, fit into the registers.
@@ -34,6 +46,12 @@ BLOCKS_OF_256_BITS = {6: 1, 5: 1, 4: 1, 3: 1, 2: 2, 1: 4}
 DOT_BLOCKS = {16: 1, 12: 1, 10: 1, 8: 2, 7: 2, 6: 2, 5: 2, 4: 2, 3: 3, 2: 4, 1: 8}
 # Bytes of a weight that all rows are multiplied by before the next ones.
 GROUP_BYTES = 2**18
+# These blocks are a multiple of it, so that tiles of several blocks leave none.
+GROUP_BLOCKS = 8
+# Rows up to which vectors multiply by a weight for matrix units, and blocks of their tiles.
+MOST_VECTOR_ROWS = 2
+PAIR_BLOCKS_OF_512_BITS = {2: 4, 1: 8}
+PAIR_BLOCKS_OF_256_BITS = {1: 2}
 # How many inputs ahead a block is fetched, or a later block behind its end.
 INPUTS_AHEAD = 128
 # How many keys or values ahead one is fetched.
@@ -64,8 +82,8 @@ def multiply_weight(left, address, stored, out):
 
     Args:
         address: of the weight as `packed_weights.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
-        stored: FLOATS, HALVES, BYTES or DOTS; of integers, SCALE_INPUTS rows of scales follow each GROUP_INPUTS rows of a
-            block.
+        stored: FLOATS, HALVES, BYTES, DOTS or PAIRS; of integers, SCALE_INPUTS rows of scales follow each GROUP_INPUTS
+            rows of a block.
     """
     multiply_blocks(left, address, stored, out, 0, out.shape[1] // BLOCK_OUTPUTS)
 
@@ -74,8 +92,11 @@ def multiply_weight(left, address, stored, out):
 def multiply_blocks(left, address, stored, out, first_block, end_block):
     """Write the columns of `multiply_weight` that are made of some blocks of the weight."""
     num_rows, num_inputs = left.shape
-    itemsize = 4 if stored == FLOATS else 2 if stored == HALVES else 1
-    group = max(GROUP_BYTES // (itemsize * BLOCK_OUTPUTS * num_inputs), 8)
+    itemsize = 4 if stored == FLOATS else 2 if stored in (HALVES, PAIRS) else 1
+    group = max(GROUP_BYTES // (itemsize * BLOCK_OUTPUTS * num_inputs) // GROUP_BLOCKS * GROUP_BLOCKS, GROUP_BLOCKS)
+    if stored == PAIRS:
+        _multiply_pairs(left, address, out, first_block, end_block, group)
+        return
     rows = _rounded_rows(left) if stored == DOTS else pack_rows(left)
     num_groups = _num_groups(num_inputs)
     for start in range(first_block, end_block, group):
@@ -89,6 +110,23 @@ def multiply_blocks(left, address, stored, out, first_block, end_block):
                 first += _take_bytes(rows, first, num_inputs, address, start, count, out)
             else:
                 first += _take_dots(rows, first, num_groups, address, start, count, out)
+
+
+@kernel(error_model="numpy")
+def _multiply_pairs(left, address, out, first_block, end_block, group):
+    """Run `multiply_blocks` for a weight of PAIRS, `group` blocks at a time: by matrix units, or with equal results by
+    vectors, for a few rows, which leave the units waiting for memory, and where there are none.
+    """
+    num_rows, num_inputs = left.shape
+    rows = pair_rows(left)
+    for start in range(first_block, end_block, group):
+        end = min(start + group, end_block)
+        first = 0
+        if HAS_UNITS and num_rows > MOST_VECTOR_ROWS:
+            multiply_pairs(rows, num_rows, num_inputs, address, out, start, end)
+            first = num_rows
+        while first < num_rows:
+            first += _take_pairs(rows, first, num_inputs // STEP_INPUTS, address, start, end - start, out)
 
 
 @kernel(error_model="numpy")
@@ -166,11 +204,6 @@ def _round_group(typing, row, start, words, word):
     return types.none(row, start, words, word), generate
 
 
-def _has(feature: str) -> bool:
-    """Return whether numba compiles for processors with this feature: those of this one, unless its settings say less."""
-    return f"+{feature}" in get_host_cpu_features().split(",")
-
-
 def _fetch(builder: Any, pointer: Any) -> None:
     """Emit a hint that the cache line at a pointer is read soon, no nearer than L2."""
     byte = ir.IntType(8).as_pointer()
@@ -224,7 +257,8 @@ class _Tile:
                 builder.gep(found.data, [builder.mul(first, size)]), size,
             )  # fmt: skip
             taken, done = cgutils.alloca_once(builder, _INT), builder.append_basic_block("done")
-            for num_rows, num_blocks in (cls.BLOCKS_OF_512_BITS if _has("avx512f") else cls.BLOCKS_OF_256_BITS).items():
+            tiles = cls.BLOCKS_OF_512_BITS if compiles_for("avx512f") else cls.BLOCKS_OF_256_BITS
+            for num_rows, num_blocks in tiles.items():
                 with builder.if_then(builder.icmp_signed(">=", num_left, _INT(num_rows))):
                     tile.emit_all(num_rows, num_blocks, start, builder.add(start, count))
                     builder.store(_INT(num_rows), taken)
@@ -266,7 +300,7 @@ class _Tile:
             for total, begun, new in zip(*row, strict=True)
         ]:
             phi.add_incoming(first, entry)
-            phi.add_incoming(later, loop)
+            phi.add_incoming(later, b.block)
         b.cbranch(b.icmp_signed("<", following, self.num_inputs), loop, end)
         b.position_at_end(end)
         for row, totals in zip(places, added, strict=True):
@@ -311,13 +345,20 @@ class _Tile:
         A single row of floats waits for memory anyway, and the processor's own prefetching serves it better.
         """
         b = self.builder
-        ahead = b.add(k, _INT(self.STEPS_AHEAD))
-        if len(blocks) > 1:  # behind a block's end lies the next one of this tile, so look behind the last of them
-            others = b.mul(self.num_inputs, _INT(len(blocks) - 1))
-            ahead = b.select(b.icmp_signed("<", ahead, self.num_inputs), ahead, b.add(ahead, others))
+        ahead = self.row(self.ahead(blocks, k))
         for block in blocks:
             for line in range(self.STEP_LINES):
-                _fetch(b, self._at(block, b.add(self.row(ahead), _INT(line))))
+                _fetch(b, self._at(block, b.add(ahead, _INT(line))))
+
+    def ahead(self, blocks: list[Any], k: Any) -> Any:
+        """Return the step of blocks that is fetched at step k."""
+        b = self.builder
+        ahead = b.add(k, _INT(self.STEPS_AHEAD))
+        if len(blocks) == 1:
+            return ahead
+        # after a block's end comes the next one of this tile, so look after the last of them
+        others = b.mul(self.num_inputs, _INT(len(blocks) - 1))
+        return b.select(b.icmp_signed("<", ahead, self.num_inputs), ahead, b.add(ahead, others))
 
     def _at(self, pointer: Any, offset: Any) -> Any:
         return self.builder.gep(pointer, [offset])
@@ -417,7 +458,7 @@ class _DotTile(_Tile):
     def _dot(self, total: Any, weights: Any, numbers: Any) -> Any:
         """Add the products of unsigned bytes of weights with signed ones of numbers to the words of a total."""
         b = self.builder
-        if _has("avx512vnni"):
+        if compiles_for("avx512vnni"):
             kind = ir.FunctionType(_WORDS, [_WORDS] * 3)
             name = "llvm.x86.avx512.vpdpbusd.512"
             return b.call(cgutils.get_or_insert_function(b.module, kind, name), [total, weights, numbers])
@@ -429,6 +470,73 @@ class _DotTile(_Tile):
 
     def _words(self, number: int) -> Any:
         return _WORDS([number] * BLOCK_OUTPUTS)
+
+
+class _PairTile(_Tile):
+    """A weight in tiles of bfloat16 pairs, as `multiply_pairs` reads them. Rows are those of `pair_rows`.
+
+    A step takes STEP_INPUTS inputs, and adds the products of even and of odd ones apart, as the units do. But these take
+    numbers below the smallest normal one as 0.
+    """
+
+    LOADED = _WORDS
+    NUMBERS = STEP_LINES = STEP_INPUTS // 2
+    BLOCKS_OF_512_BITS = PAIR_BLOCKS_OF_512_BITS
+    BLOCKS_OF_256_BITS = PAIR_BLOCKS_OF_256_BITS
+    STEPS_AHEAD = INPUTS_AHEAD // STEP_INPUTS
+
+    def row(self, k: Any) -> Any:
+        return self.builder.mul(k, _INT(self.STEP_LINES))
+
+    def prefetch(self, blocks: list[Any], k: Any) -> None:
+        """Prefetch nothing: `added` does."""
+
+    def number(self, k: Any, row: int, index: Any = 0) -> Any:
+        """Return a pair of a row's inputs of step k in all places."""
+        b = self.builder
+        step = b.mul(self.width, b.mul(k, _INT(self.NUMBERS)))
+        place = b.add(step, b.add(_INT(row * self.NUMBERS), index))
+        return b.bitcast(self._spread(b.load(self._at(self.rows, place))), _WORDS)
+
+    def added(self, blocks: list[Any], k: Any, sums: list[list[Any]]) -> list[list[Any]]:
+        """Return sums by row and block, with the products of a step added, in a loop over its pairs."""
+        b = self.builder
+        zero = ir.Constant(_FLOATS, [0.0] * BLOCK_OUTPUTS)
+        ahead = self.row(self.ahead(blocks, k))
+        entry, loop, end = b.block, b.append_basic_block("pair"), b.append_basic_block("pairs")
+        b.branch(loop)
+        b.position_at_end(loop)
+        pair = b.phi(_INT)
+        apart = [[(b.phi(_FLOATS), b.phi(_FLOATS)) for _ in blocks] for _ in sums]
+        for block in blocks:
+            _fetch(b, self._at(block, b.add(ahead, pair)))
+        weights = [self._halves(self._loaded(self._at(block, b.add(self.row(k), pair)))) for block in blocks]
+        found: list[list[Any]] = []
+        for row, totals in enumerate(apart):
+            numbers = self._halves(self.number(k, row, pair))
+            found.append([])
+            for weight, halves in zip(weights, totals, strict=True):
+                added = [b.call(self.fma, each) for each in zip(numbers, weight, halves, strict=True)]
+                for phi, new in zip(halves, added, strict=True):
+                    phi.add_incoming(zero, entry)
+                    phi.add_incoming(new, loop)
+                found[-1].append(added)
+        following = b.add(pair, _INT(1))
+        pair.add_incoming(_INT(0), entry)
+        pair.add_incoming(following, loop)
+        b.cbranch(b.icmp_signed("<", following, _INT(self.STEP_LINES)), loop, end)
+        b.position_at_end(end)
+        return [
+            [b.fadd(total, b.fadd(*halves)) for total, halves in zip(totals, own, strict=True)]
+            for totals, own in zip(sums, found, strict=True)
+        ]
+
+    def _halves(self, words: Any) -> tuple[Any, Any]:
+        """Return the two bfloat16 numbers of words in float32."""
+        b = self.builder
+        even = b.shl(words, _WORDS([16] * BLOCK_OUTPUTS))
+        odd = b.and_(words, _WORDS([0xFFFF0000] * BLOCK_OUTPUTS))
+        return b.bitcast(even, _FLOATS), b.bitcast(odd, _FLOATS)
 
 
 class _KeyTile(_WeightTile):
@@ -466,8 +574,8 @@ class _ValueTile(_KeyTile):
         return b.inttoptr(b.load(self._at(b.inttoptr(self.right, _INT.as_pointer()), k)), _FLOATS.as_pointer())
 
 
-_take_halves, _take_floats, _take_bytes, _take_dots, _take_keys, _take_values = (
-    intrinsic(kind.take) for kind in (_Tile, _WeightTile, _ByteTile, _DotTile, _KeyTile, _ValueTile)
+_take_halves, _take_floats, _take_bytes, _take_dots, _take_pairs, _take_keys, _take_values = (
+    intrinsic(kind.take) for kind in (_Tile, _WeightTile, _ByteTile, _DotTile, _PairTile, _KeyTile, _ValueTile)
 )
 
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from eyas.arrays import Floats, Ints
 from eyas.cache.kv_cache import KVCache
+from eyas.config.engine import INT8
 from eyas.device.host import num_cores
 from eyas.device.placement import runs_compiled
 from eyas.device.processor import adds_products_of_bytes
 from eyas.errors import install_command
-from eyas.kernels.arguments import BLOCK_OUTPUTS, NOTHING_KEPT, AttentionRule, KeptStates, RowKeys
+from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, HALVES, NOTHING_KEPT, AttentionRule, KeptStates, RowKeys
 from eyas.models.backends.packed_weights import (
     MIN_SHARED_ROWS,
     NO_ROWS,
@@ -27,6 +28,7 @@ from eyas.models.backends.packed_weights import (
     PackedLinear,
     PackedProduct,
     Product,
+    multiplies_tiles,
     packed_weight,
 )
 from eyas.models.inputs import PackedInputs, Segments
@@ -97,18 +99,11 @@ class CpuDecoder:
     @cached_property
     def stack(self) -> CpuStack | None:
         """The layers as one kernel runs them, so that threads can share them; None where it cannot."""
-        return self._make_stack()
+        return self.make_stack()
 
-    def _make_stack(self) -> CpuStack | None:
+    def make_stack(self) -> CpuStack | None:
+        """Return the layers as `stack` has them, made of their weights as they are now."""
         return CpuStack.of([layer.cpu_layer for layer in self._layers], self._layer_kinds)
-
-    def round_rows(self) -> None:
-        """Have rows rounded to 8 bits when they are multiplied by integers, see `PackedWeight.round_rows`.
-
-        Rows here do not depend on each other, so that rounding hides no difference: elsewhere one in a last bit would grow.
-        """
-        round_rows_of((*self._decoder.modules(), self._head))
-        self.stack = self._make_stack()
 
     def _run_apart(self, kernels: Any, rows: CpuRows, rotary: Sequence[tuple[Floats, Floats]], kv_cache: KVCache) -> None:
         """Run the layers one by one, each with the hooks of its module."""
@@ -152,19 +147,34 @@ def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: T
         hook(module, (state[None],), *(output[None] for output in outputs))
 
 
-def round_rows(model: Any) -> None:
-    """Have layers round rows to 8 bits where the processor gains by it, and compiled kernels run the model's passes."""
-    decoder = _decoder_of(model)
-    if decoder is not None:
-        decoder.round_rows()
+def round_rows(model: Any, dtype: str, is_exact: bool, is_deterministic: bool) -> None:
+    """Have layers round rows as their weights are, where the processor gains by it.
 
+    Rounding makes a difference in a last bit larger. So it needs passes whose rows do not depend on each other; but
+    bfloat16 weights, as in any computation in that dtype, only for deterministic mode.
 
-def round_rows_of(modules: Iterable[nn.Module]) -> None:
-    """Have layers round rows to 8 bits when they are multiplied by integers, where the processor gains by it. Those among
-    `modules` that are not packed stay as they are.
+    Args:
+        dtype: of the weights: INT8 or a dtype of torch.
+        is_exact: whether rows of its passes do not depend on each other.
     """
-    for weight in filter(None, map(packed_weight, modules)) if adds_products_of_bytes() else ():
-        weight.round_rows()
+    decoder = _decoder_of(model)
+    stored = {INT8: BYTES, "bfloat16": HALVES}.get(dtype)
+    may_differ = stored == HALVES and not is_deterministic and runs_compiled(model.device)
+    if stored is None or not (may_differ or (is_exact and decoder is not None)):
+        return
+    round_rows_of(model.modules(), stored)
+    if decoder is not None:
+        decoder.stack = decoder.make_stack()
+
+
+def round_rows_of(modules: Iterable[nn.Module], stored: int) -> None:
+    """Have layers round rows when they are multiplied by weights that are stored as BYTES or HALVES, see
+    `PackedWeight.round_rows`, where the processor gains by it. Those among `modules` that are not packed stay as they are.
+    """
+    gains = adds_products_of_bytes() if stored == BYTES else multiplies_tiles()
+    for weight in filter(None, map(packed_weight, modules)) if gains else ():
+        if weight.stored == stored:
+            weight.round_rows()
 
 
 def _decoder_of(model: Any) -> CpuDecoder | None:

@@ -1,8 +1,9 @@
 """Linear layers on the CPU whose weights are packed for faster products.
 
-Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same, others as
-float32, both by kernels of our own (docs/decisions/0038-compiled-cpu.md). Without numba, and with several threads, libraries
-multiply: for 8 to 64 rows oneDNN takes a half to a third of MKL's time, but on Intel's processors MKL is the faster.
+Weights of a bfloat16 or float16 checkpoint are kept in half the bytes and multiplied in float32 all the same, or by matrix
+units, others as float32, all by kernels of our own (docs/decisions/0038-compiled-cpu.md). Without numba, and with several
+threads, libraries multiply: for 8 to 64 rows oneDNN takes a half to a third of MKL's time, but on Intel's processors MKL is
+the faster.
 Legend: R rows, K inputs, N outputs.
 """
 
@@ -23,8 +24,19 @@ from torch import Tensor, nn
 from eyas.device.host import has_numba, keep_freed_memory
 from eyas.device.memory import to_huge_pages
 from eyas.device.placement import runs_compiled
-from eyas.device.processor import converts_halves, is_intel, multiplies_and_adds, multiplies_halves
-from eyas.kernels.arguments import BLOCK_OUTPUTS, BYTES, DOTS, FLOATS, GROUP_INPUTS, HALVES, QUAD_INPUTS, SCALE_INPUTS
+from eyas.device.processor import converts_halves, has_matrix_units, is_intel, multiplies_and_adds, multiplies_halves
+from eyas.kernels.arguments import (
+    BLOCK_OUTPUTS,
+    BYTES,
+    DOTS,
+    FLOATS,
+    GROUP_INPUTS,
+    HALVES,
+    PAIRS,
+    QUAD_INPUTS,
+    SCALE_INPUTS,
+    STEP_INPUTS,
+)
 
 if TYPE_CHECKING:
     from eyas.kernels.cpu.sharing import Helpers
@@ -322,19 +334,20 @@ class PackedWeight:
         """Return the weight as float32 [N, K]."""
         if self.layout.is_mkldnn:
             return self.layout.to_dense()
-        if self.stored in (BYTES, DOTS):
+        if self.stored in (BYTES, DOTS, PAIRS):
             return self.take(torch.arange(self.num_outputs))
         return self.rows.float() / self.scale
 
     def round_rows(self) -> None:
-        """Have rows rounded to 8 bits when they are multiplied by integers: lay a weight of BYTES out as DOTS, in place."""
-        if self.stored != BYTES:
-            return
-        groups = self.layout.view(len(self.layout), -1, GROUP_INPUTS + SCALE_INPUTS, BLOCK_OUTPUTS).view(torch.uint8)
-        for integers in torch.split(groups[:, :, :GROUP_INPUTS], PART_BLOCKS):
-            quads = integers.reshape(*integers.shape[:2], -1, QUAD_INPUTS, BLOCK_OUTPUTS) + 128
-            integers.copy_(quads.transpose(3, 4).reshape(integers.shape))  # [blocks, groups, quads, outputs, inputs]
-        self.layout = self.layout.view(torch.uint8)
+        """Have rows rounded when they are multiplied by the weight: lay BYTES out as DOTS, and HALVES as PAIRS, in place.
+
+        Halves stay as they are if bfloat16 does not hold them, and where a step of a matrix unit would read inputs that the
+        weight lacks.
+        """
+        if self.stored == HALVES and self.in_blocks and self.num_inputs % STEP_INPUTS == 0 and _holds(self.layout):
+            self.layout = _in_pairs(self.layout)
+        elif self.stored == BYTES:
+            self.layout = _in_words(self.layout)
         del self.stored
 
     def take(self, rows: Tensor) -> Tensor:
@@ -343,8 +356,12 @@ class PackedWeight:
             if self.stored in (BYTES, DOTS):
                 return self._scaled_integers(rows)
             numbers = rows.numpy()
-            found = self.layout.new_empty(*rows.shape, self.layout.shape[1])
-            found.numpy()[...] = self.layout.numpy()[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS]
+            size = 2 if self.stored == PAIRS else 1  # inputs of an output side by side
+            layout = self.layout.view(torch.int16) if self.stored == PAIRS else self.layout
+            blocks = layout.view(len(layout), -1, BLOCK_OUTPUTS, size).numpy()
+            found = layout.new_empty(*rows.shape, self.num_inputs)
+            found.numpy()[...] = blocks[numbers // BLOCK_OUTPUTS, :, numbers % BLOCK_OUTPUTS].reshape(found.shape)
+            found = found.view(self.layout.dtype)
         else:
             found = F.embedding(rows, self.layout)
         return found.float() if self.scale == 1 else found.float() / self.scale
@@ -367,8 +384,9 @@ class PackedWeight:
 
     @cached_property
     def stored(self) -> int:
-        """Return how the kernels find the numbers: FLOATS, HALVES, BYTES or DOTS."""
-        return {torch.float16: HALVES, torch.int8: BYTES, torch.uint8: DOTS}.get(self.layout.dtype, FLOATS)
+        """Return how the kernels find the numbers: FLOATS, HALVES, BYTES, DOTS or PAIRS."""
+        pairs = {torch.bfloat16: PAIRS} if self.in_blocks else {}
+        return ({torch.float16: HALVES, torch.int8: BYTES, torch.uint8: DOTS} | pairs).get(self.layout.dtype, FLOATS)
 
     @property
     def rows(self) -> Tensor:
@@ -435,7 +453,7 @@ class PackedProduct:
         """The product by FBGEMM, MKL or oneDNN: for several threads, and where there are no kernels."""
         weight, bias = self.weight, self.bias
         if not weight.is_half:
-            layout = _library_layout(weight.dense) if weight.in_blocks else weight.layout
+            layout = _library_layout(weight.dense * self.scale) if weight.in_blocks else weight.layout
             if layout.is_mkldnn:
                 return lambda rows: torch.ops.mkldnn._linear_pointwise(rows, layout, bias, "none", [], "")
             return partial(F.linear, weight=layout, bias=bias)
@@ -481,6 +499,30 @@ def _in_groups(weight: Tensor, is_exact: bool) -> Tensor | None:
     return layout.flatten(1, 2)
 
 
+def _in_words(layout: Tensor) -> Tensor:
+    """Lay BYTES out as DOTS, in place."""
+    groups = layout.view(len(layout), -1, GROUP_INPUTS + SCALE_INPUTS, BLOCK_OUTPUTS).view(torch.uint8)
+    for integers in torch.split(groups[:, :, :GROUP_INPUTS], PART_BLOCKS):
+        quads = integers.reshape(*integers.shape[:2], -1, QUAD_INPUTS, BLOCK_OUTPUTS) + 128
+        integers.copy_(quads.transpose(3, 4).reshape(integers.shape))  # [blocks, groups, quads, outputs, inputs]
+    return layout.view(torch.uint8)
+
+
+def _holds(halves: Tensor) -> bool:
+    """Return whether bfloat16 holds all numbers."""
+    return all(torch.equal(part.bfloat16().to(part.dtype), part) for part in torch.split(halves, PART_BLOCKS))
+
+
+def _in_pairs(layout: Tensor) -> Tensor:
+    """Lay HALVES out as PAIRS, in place."""
+    for halves in torch.split(layout, PART_BLOCKS):
+        pairs = (
+            halves.to(torch.bfloat16).reshape(len(halves), -1, 2, BLOCK_OUTPUTS).transpose(2, 3)
+        )  # [blocks, K / 2, outputs, 2]
+        halves.view(torch.bfloat16).copy_(pairs.reshape(halves.shape))
+    return layout.view(torch.bfloat16)
+
+
 def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool) -> Tensor | None:
     """Return a weight [N, K] times a power of two in another dtype, as `in_blocks` or as it is. None if that changes a
     number.
@@ -500,6 +542,15 @@ def _laid_out(weight: Tensor, dtype: torch.dtype, scale: float, is_blocked: bool
         rows = layout[start // step : -(-(start + len(part)) // step)]
         rows.copy_(in_blocks(narrow) if is_blocked else narrow)
     return layout
+
+
+def multiplies_tiles() -> bool:
+    """Return whether the kernels multiply by matrix units of this processor."""
+    if not has_numba() or not has_matrix_units():
+        return False
+    from eyas.kernels.cpu.matrix_units import HAS_UNITS
+
+    return HAS_UNITS
 
 
 def runs_kernel(dtype: torch.dtype) -> bool:

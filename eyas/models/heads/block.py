@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from eyas.config.engine import INT8
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device, runs_compiled
-from eyas.kernels.arguments import Projected
+from eyas.kernels.arguments import BYTES, Projected
 from eyas.models.backends.cpu import round_rows_of
 from eyas.models.checkpoint import (
     EMBEDDING_NAMES,
@@ -406,7 +406,7 @@ def serve(head: BlockHead, quantization: str = "") -> BlockHead:
     is_plain = weight.dtype == torch.float32 and quantization != FP8 and not c.conv_kernel and not c.attention_bias
     if is_plain and runs_compiled(weight.device):
         if quantization == INT8:
-            round_rows_of(head.modules())
+            round_rows_of(head.modules(), BYTES)
         head.compiled = CompiledBackbone(c, list(head.layers), head.norm, head.rotary, quantization == INT8)
     return head
 

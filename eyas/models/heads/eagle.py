@@ -19,7 +19,7 @@ from eyas.cache.kv_cache import KVCache, KVShape
 from eyas.config.engine import INT8
 from eyas.config.file_values import get_setting
 from eyas.device.placement import check_device, runs_compiled
-from eyas.kernels.arguments import LayerSlots, Projected
+from eyas.kernels.arguments import BYTES, LayerSlots, Projected
 from eyas.kernels.by_device import layer_kernels
 from eyas.kernels.plain.layers import take_rows
 from eyas.models.backends.cpu import round_rows_of
@@ -296,7 +296,7 @@ def load_head(
     quantise_head(head, torch.device(device), quantization)
     if dtype == "float32" and kind != "peagle" and quantization != FP8 and runs_compiled(torch.device(device)):
         if quantization == INT8:
-            round_rows_of(head.modules())
+            round_rows_of(head.modules(), BYTES)
         head.compiled = CompiledEagle(head)
     return head
 
