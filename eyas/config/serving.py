@@ -272,8 +272,9 @@ class VerifierConfig(WorkerConfig):
             draft services too, which other methods always use.
         methods: settings of the lookups that run in the verifier.
         validate_head: "auto" tests at startup that the head's guesses are better than chance, and rejects it otherwise.
-        dtype: of the weights. "auto" takes the checkpoint's own on CUDA, and float32 on a CPU, which multiplies weights of
-            half precision in float32, or with AMX those of bfloat16 by rows rounded to it.
+        dtype: of the weights. "auto" takes the checkpoint's own on CUDA, and float32 on a CPU. There, passes over weights of
+            half precision compute in float32 unless the processor has matrix units for them; with AMX and one thread, rows
+            are rounded to bfloat16.
         device: "auto" takes CUDA if there is a GPU.
         tree: shape of draft trees; drafter and verifier should agree.
         max_pending_bytes: output that routers have not read yet, of all requests together. A request may hold as many bytes

@@ -27,9 +27,9 @@ def runs_compiled(device: torch.device) -> bool:
 
 def may_run_compiled(device: str, threads: int | None) -> bool:
     """Return whether the kernels of numba serve this device once `use_threads` has set `threads`; None if it has."""
-    if threads is None or (threads == 0 and not _takes_one_thread()):
+    if threads is None or (threads == 0 and not (device == "cpu" and _takes_one_thread())):
         return runs_compiled(torch.device(device))
-    return threads < 2 and device == "cpu" and has_numba()
+    return threads < 2 and torch.device(device).type == "cpu" and has_numba()
 
 
 def _takes_one_thread() -> bool:

@@ -108,7 +108,8 @@ def assemble_engine(
     target.set_kv_cache_dtype(engine.kv_cache_dtype)
     share_layers(target.model, engine.layer_threads, target.kv_dtype is not None)
     is_exact = target.kv_dtype is None and is_batch_invariant(target.model)
-    round_rows(target.model, target.weight_dtype, is_exact, engine.deterministic)
+    if workers.size == 1:
+        round_rows(target.model, target.weight_dtype, is_exact, engine.deterministic)
     slot_bytes = bytes_per_slot(target.kv_shapes, width, target.dtype, target.kv_dtype, kv_sources(target.config))
     max_model_len = context_length(target.config, engine.max_model_len, target.name_or_path)
     drafted_tree = tree if drafter else ROOT_ONLY

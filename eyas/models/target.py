@@ -77,7 +77,7 @@ class TargetModel:
         # Of hidden states, keys and values; quantised and packed weights have another.
         embedding = model.get_input_embeddings()
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, PackedEmbedding) else embedding.weight.dtype
-        self.weight_dtype = str(self.dtype).removeprefix("torch.")  # the one asked for, or INT8
+        self.weight_dtype = str(self.dtype).removeprefix("torch.")  # `load_target` sets the one of the weights
         self.vocab_size = int(self.config.vocab_size)
         self.max_model_len = context_limit(self.config)
         self.eos_ids = _eos_ids(model)

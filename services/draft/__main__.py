@@ -49,12 +49,15 @@ async def run(config: DraftConfig, runner: ServiceRunner | None = None) -> None:
     heads = [DraftHead(model.draft_model, model.method, target_of(model.model)) for model in config.models]
     placements = [resolve_placement(model.device, model.dtype, target_of(model.model)) for model in config.models]
     targets = [target_of(model.model) for model in config.models]
-    passes = [
-        (device, pass_dtype(target, dtype, device, EngineConfig(), config.threads))
-        for target, (device, dtype) in zip(targets, placements, strict=True)
-    ]
-    use_threads(config.threads, *passes)
-    for model, head, target, (device, dtype) in zip(config.models, heads, targets, passes, strict=True):
+
+    def passes(threads: int | None) -> list[tuple[str, str]]:
+        return [
+            (device, pass_dtype(target, dtype, device, EngineConfig(), threads))
+            for target, (device, dtype) in zip(targets, placements, strict=True)
+        ]
+
+    use_threads(config.threads, *passes(config.threads))
+    for model, head, target, (device, dtype) in zip(config.models, heads, targets, passes(None), strict=True):
         drafter = head.build_drafter(target, dtype, device, model.tree, model.drafting, model.methods, has_idle_time=True)
         drafters.append((drafter, describe(model.served_model_name, head, drafter, info_of(target))))
     with telemetry(config.telemetry, "draft") as own:

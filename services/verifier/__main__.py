@@ -150,13 +150,14 @@ def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:
     tokens that are nearly equal.
     """
     engine, device = config.engine, config.device.partition(":")[0]
-    passes = pass_dtype(config.model, config.dtype, config.device, engine)
+    is_compiled = runs_compiled(torch.device(device))
+    rounds_halves = config.dtype == "bfloat16" and engine.quantization != INT8 and is_compiled
     parts = {
         "target": target.target_fingerprint,
-        "dtypes": [config.dtype, passes],
-        "has rows in bfloat16": (config.dtype, passes) == ("bfloat16", "float32") and multiplies_tiles(),
+        "dtypes": [config.dtype, pass_dtype(config.model, config.dtype, config.device, engine)],
+        "has rows in bfloat16": rounds_halves and multiplies_tiles(),
         "device": device,
-        "has compiled products": runs_compiled(torch.device(device)),
+        "has compiled products": is_compiled,
         "has rows in 8 bits": engine.quantization == INT8 and adds_products_of_bytes(),
         "engine": engine.output_settings,
     }

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from eyas import LLM, EyasError, RequestOutput, SamplingParams
 from eyas.cli.main import app
 from eyas.config import EngineConfig, TreeConfig
-from eyas.device.placement import use_threads
+from eyas.device.placement import may_run_compiled, use_threads
 from eyas.engine.build import assemble_engine
 from eyas.errors import CheckpointError, ConfigError, InvalidRequest
 from eyas.models.loading import load_target
@@ -287,6 +287,26 @@ def test_torch_takes_one_thread_where_kernels_can_run(
     try:
         use_threads(threads, *placements)
         assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("threads", "variable", "cores"), [(0, "", 2), (0, "", 3), (0, "2", 2), (1, "2", 3), (2, "", 2)])
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_it_is_foreseen_where_compiled_kernels_run(
+    device: str, threads: int, variable: str, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr("eyas.device.placement.num_cores", lambda: cores)
+    monkeypatch.setattr("eyas.device.placement.has_numba", lambda: True)
+    torch.set_num_threads(2)
+    try:
+        foreseen = may_run_compiled(device, threads)
+        use_threads(threads, (device, "float32"))
+        assert may_run_compiled(device, None) == foreseen
+        assert (torch.get_num_threads() == 1) == foreseen
     finally:
         torch.set_num_threads(1)
 

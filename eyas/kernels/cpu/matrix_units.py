@@ -49,6 +49,13 @@ def _emit(builder: Any, name: str, *arguments: Any) -> None:
         builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
 
 
+def fetch(builder: Any, pointer: Any) -> None:
+    """Emit a hint that the cache line at a pointer is read soon, no nearer than L2."""
+    kind = ir.FunctionType(ir.VoidType(), [_POINTER, _WORD, _WORD, _WORD])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+    builder.call(prefetch, [builder.bitcast(pointer, _POINTER), _WORD(0), _WORD(1), _WORD(1)])  # to read, L2, data
+
+
 @intrinsic
 def _configure(typing, address):
     """Set how many rows and bytes each tile has: 64 bytes at an address, as Intel describes them for LDTILECFG."""
@@ -122,11 +129,9 @@ def _fetch_tile(typing, address):
     """Hint that the tile at an address is read soon."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [_POINTER, _WORD, _WORD, _WORD])
-        fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
         first = builder.inttoptr(arguments[0], _POINTER)
         for line in range(TILE_ROWS):
-            builder.call(fetch, [builder.gep(first, [ir.IntType(64)(line * ROW_BYTES)]), _WORD(0), _WORD(1), _WORD(1)])
+            fetch(builder, builder.gep(first, [ir.IntType(64)(line * ROW_BYTES)]))
         return context.get_dummy_value()
 
     return types.none(address), generate
@@ -134,7 +139,7 @@ def _fetch_tile(typing, address):
 
 @kernel(error_model="numpy")
 def _lines(num_bytes):
-    """Return memory that begins with a line of the cache, where reading a row of a tile takes half the time."""
+    """Return memory aligned to a line of the cache: a tile's row across two lines takes twice as long to read."""
     memory = np.empty(num_bytes + ROW_BYTES, np.uint8)
     first = -memory.ctypes.data % ROW_BYTES
     return memory[first : first + num_bytes]

@@ -37,7 +37,7 @@ from eyas.kernels.arguments import (
     STEP_INPUTS,
 )
 from eyas.kernels.cpu.compiling import compiles_for, kernel
-from eyas.kernels.cpu.matrix_units import HAS_UNITS, multiply_pairs, pair_rows
+from eyas.kernels.cpu.matrix_units import HAS_UNITS, TILE_ROWS, fetch, multiply_pairs, pair_rows
 from eyas.kernels.cpu.sharing import finish_part, next_part, wait_for_parts
 
 # Blocks of a tile by its rows. Its sums, and what they are made of, fit into the registers.
@@ -46,7 +46,7 @@ BLOCKS_OF_256_BITS = {6: 1, 5: 1, 4: 1, 3: 1, 2: 2, 1: 4}
 DOT_BLOCKS = {16: 1, 12: 1, 10: 1, 8: 2, 7: 2, 6: 2, 5: 2, 4: 2, 3: 3, 2: 4, 1: 8}
 # Bytes of a weight that all rows are multiplied by before the next ones.
 GROUP_BYTES = 2**18
-# These blocks are a multiple of it, so that tiles of several blocks leave none.
+# These blocks are a multiple of it, so that tiles of several blocks leave few.
 GROUP_BLOCKS = 8
 # Rows up to which vectors multiply by a weight for matrix units, and blocks of their tiles.
 MOST_VECTOR_ROWS = 2
@@ -58,8 +58,8 @@ INPUTS_AHEAD = 128
 PLACES_AHEAD = 32
 # Values that all tiles of queries take before the next ones.
 VALUES_AT_A_TIME = 32
-# Rows whose numbers lie side by side for a tile.
-PART_ROWS = 16
+# Rows whose numbers lie side by side for a tile, as `pair_rows` has them, too.
+PART_ROWS = TILE_ROWS
 # Words of a group of a rounded row, and the size below which all of a group becomes 0: quotients by it are finite.
 ROW_WORDS, SMALLEST_SIZE = GROUP_INPUTS // QUAD_INPUTS + 2, float(np.finfo(np.float32).tiny) * 128
 
@@ -81,7 +81,8 @@ def multiply_weight(left, address, stored, out):
     """Multiply rows left [R, K] by the transposed weight [N, K], to out [R, N]; N is a multiple of BLOCK_OUTPUTS.
 
     Args:
-        address: of the weight as `packed_weights.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS].
+        address: of the weight as `packed_weights.in_blocks` lays it out, [N / BLOCK_OUTPUTS, K, BLOCK_OUTPUTS]; for PAIRS
+            see `multiply_pairs`.
         stored: FLOATS, HALVES, BYTES, DOTS or PAIRS; of integers, SCALE_INPUTS rows of scales follow each GROUP_INPUTS
             rows of a block.
     """
@@ -114,8 +115,8 @@ def multiply_blocks(left, address, stored, out, first_block, end_block):
 
 @kernel(error_model="numpy")
 def _multiply_pairs(left, address, out, first_block, end_block, group):
-    """Run `multiply_blocks` for a weight of PAIRS, `group` blocks at a time: by matrix units, or with equal results by
-    vectors, for a few rows, which leave the units waiting for memory, and where there are none.
+    """Run `multiply_blocks` for a weight of PAIRS, `group` blocks at a time: by matrix units; by vectors, with equal
+    results, where there are none and for few rows, with which units only wait for memory.
     """
     num_rows, num_inputs = left.shape
     rows = pair_rows(left)
@@ -202,14 +203,6 @@ def _round_group(typing, row, start, words, word):
         return context.get_dummy_value()
 
     return types.none(row, start, words, word), generate
-
-
-def _fetch(builder: Any, pointer: Any) -> None:
-    """Emit a hint that the cache line at a pointer is read soon, no nearer than L2."""
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, _WORD, _WORD, _WORD])
-    fetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
-    builder.call(fetch, [builder.bitcast(pointer, byte), _WORD(0), _WORD(1), _WORD(1)])  # to read, L2, data
 
 
 class _Tile:
@@ -348,7 +341,7 @@ class _Tile:
         ahead = self.row(self.ahead(blocks, k))
         for block in blocks:
             for line in range(self.STEP_LINES):
-                _fetch(b, self._at(block, b.add(ahead, _INT(line))))
+                fetch(b, self._at(block, b.add(ahead, _INT(line))))
 
     def ahead(self, blocks: list[Any], k: Any) -> Any:
         """Return the step of blocks that is fetched at step k."""
@@ -475,7 +468,7 @@ class _DotTile(_Tile):
 class _PairTile(_Tile):
     """A weight in tiles of bfloat16 pairs, as `multiply_pairs` reads them. Rows are those of `pair_rows`.
 
-    A step takes STEP_INPUTS inputs, and adds the products of even and of odd ones apart, as the units do. But these take
+    A step takes STEP_INPUTS inputs, and adds the products of even and of odd ones apart, as the units do. But the units take
     numbers below the smallest normal one as 0.
     """
 
@@ -509,7 +502,7 @@ class _PairTile(_Tile):
         pair = b.phi(_INT)
         apart = [[(b.phi(_FLOATS), b.phi(_FLOATS)) for _ in blocks] for _ in sums]
         for block in blocks:
-            _fetch(b, self._at(block, b.add(ahead, pair)))
+            fetch(b, self._at(block, b.add(ahead, pair)))
         weights = [self._halves(self._loaded(self._at(block, b.add(self.row(k), pair)))) for block in blocks]
         found: list[list[Any]] = []
         for row, totals in enumerate(apart):
@@ -567,7 +560,7 @@ class _ValueTile(_KeyTile):
     def prefetch(self, blocks: list[Any], k: Any) -> None:
         value = self._value(self.builder.add(k, _INT(PLACES_AHEAD)))
         for number in blocks:
-            _fetch(self.builder, self._at(value, number))
+            fetch(self.builder, self._at(value, number))
 
     def _value(self, k: Any) -> Any:
         b = self.builder
@@ -634,7 +627,7 @@ def transpose_keys(typing, places, first, offset, out):
             vector = b.load(b.bitcast(row, _FLOATS.as_pointer()))
             vector.align = 4
             rows.append(vector)
-            _fetch(b, later)
+            fetch(b, later)
         for half in (8, 4, 2, 1):  # swap the off-diagonal quarters of all squares of 2 x half rows
             upper = [BLOCK_OUTPUTS + c - half if c & half else c for c in range(BLOCK_OUTPUTS)]
             lower = [BLOCK_OUTPUTS + c if c & half else c + half for c in range(BLOCK_OUTPUTS)]

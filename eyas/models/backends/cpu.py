@@ -131,7 +131,8 @@ class CpuDecoder:
 
     def rotary_tables(self, embedded: Tensor, positions: Ints, kind: str | None) -> tuple[Floats, Floats]:
         """Return cos and sin [R, D] of layers of a kind, from tables by position. They double for a longer context."""
-        length, tables = int(positions.max()) + 1, self._tables.get(kind)
+        length = int(positions.max()) + 1
+        tables = self._tables.get(kind)
         if tables is None or len(tables[0]) < length:
             most = max(length, int(self._decoder.config.max_position_embeddings))
             # The tables grow by doubling, so a longer context does not compute them again at each step.
@@ -150,8 +151,8 @@ def _run_hooks(hooks: Mapping[int, Callable[..., object]], module: Any, state: T
 def round_rows(model: Any, dtype: str, is_exact: bool, is_deterministic: bool) -> None:
     """Have layers round rows as their weights are, where the processor gains by it.
 
-    Rounding makes a difference in a last bit larger. So it needs passes whose rows do not depend on each other; but
-    bfloat16 weights, as in any computation in that dtype, only for deterministic mode.
+    Rounding enlarges differences in a last bit. So 8-bit weights need passes whose rows do not depend on each other.
+    bfloat16 weights need that only in deterministic mode: without it, that dtype never promised equal rows.
 
     Args:
         dtype: of the weights: INT8 or a dtype of torch.
@@ -189,7 +190,8 @@ def share_layers(model: Any, num_threads: int, is_narrow: bool = False) -> None:
     At most as many threads as cores: one without a core would delay the others. What is not shared is logged. is_narrow:
     whether keys and values have 8 bits.
     """
-    decoder, most = _decoder_of(model), num_cores()
+    decoder = _decoder_of(model)
+    most = num_cores()
     if decoder is not None:
         decoder.share(min(num_threads, most))
     if num_threads > 1 and (reason := _why_not_shared(decoder, is_narrow, model.device)):

@@ -283,9 +283,10 @@ class PackedWeight:
     """A weight [N, K] in the layout of what multiplies by it.
 
     Attributes:
-        layout: blocks of float16, float32 or 8-bit integers for the kernels, see `in_blocks`; float16 [N, K] for FBGEMM,
-            which has a copy of its own; oneDNN's; or for MKL a view of the transposed weight. Of integers, each GROUP_INPUTS
-            rows of a block are followed by SCALE_INPUTS rows, the bytes of their float32 scales [BLOCK_OUTPUTS].
+        layout: blocks of float16, float32, bfloat16 in pairs or 8-bit integers for the kernels, see `in_blocks`; float16
+            [N, K] for FBGEMM, which has a copy of its own; oneDNN's; or for MKL a view of the transposed weight. Of
+            integers, each GROUP_INPUTS rows of a block are followed by SCALE_INPUTS rows, the bytes of their float32 scales
+            [BLOCK_OUTPUTS].
         num_outputs, num_inputs: N, K.
         scale: power of two by which a float16 layout was multiplied. Float16 has fewer exponents than bfloat16.
     """
@@ -390,7 +391,7 @@ class PackedWeight:
 
     @property
     def rows(self) -> Tensor:
-        """A layout of floats that is not oneDNN's as [N, K], in its own dtype."""
+        """A layout of FLOATS or HALVES that is not oneDNN's as [N, K], in its own dtype."""
         return self.layout.transpose(1, 2).flatten(0, 1)[: self.num_outputs] if self.in_blocks else self.layout
 
     @property
@@ -516,9 +517,8 @@ def _holds(halves: Tensor) -> bool:
 def _in_pairs(layout: Tensor) -> Tensor:
     """Lay HALVES out as PAIRS, in place."""
     for halves in torch.split(layout, PART_BLOCKS):
-        pairs = (
-            halves.to(torch.bfloat16).reshape(len(halves), -1, 2, BLOCK_OUTPUTS).transpose(2, 3)
-        )  # [blocks, K / 2, outputs, 2]
+        # [blocks, K / 2, outputs, 2]
+        pairs = halves.to(torch.bfloat16).reshape(len(halves), -1, 2, BLOCK_OUTPUTS).transpose(2, 3)
         halves.view(torch.bfloat16).copy_(pairs.reshape(halves.shape))
     return layout.view(torch.bfloat16)
 
