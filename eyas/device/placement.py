@@ -27,14 +27,10 @@ def runs_compiled(device: torch.device) -> bool:
 
 def may_run_compiled(device: str, threads: int | None) -> bool:
     """Return whether the kernels of numba serve this device once `use_threads` has set `threads`; None if it has."""
-    if threads is None or (threads == 0 and not (device == "cpu" and _takes_one_thread())):
-        return runs_compiled(torch.device(device))
-    return threads < 2 and torch.device(device).type == "cpu" and has_numba()
-
-
-def _takes_one_thread() -> bool:
-    """Return whether one thread is the default where compiled kernels can run."""
-    return "OMP_NUM_THREADS" not in os.environ and num_cores() <= MOST_CORES
+    is_default = threads == 0 and device == "cpu" and "OMP_NUM_THREADS" not in os.environ and num_cores() <= MOST_CORES
+    if threads == 1 or is_default:
+        return torch.device(device).type == "cpu" and has_numba()
+    return not threads and runs_compiled(torch.device(device))
 
 
 def runs_triton(device: torch.device) -> bool:
@@ -61,7 +57,7 @@ def use_threads(count: int, *placements: tuple[str, str]) -> None:
     if count < 0:
         raise ConfigError(f"threads is {count}; it must be at least 0")
     if not count and set(placements) == {("cpu", "float32")}:
-        count = int(_takes_one_thread() and has_numba())
+        count = int(may_run_compiled("cpu", 0))
     if count:
         torch.set_num_threads(count)
 

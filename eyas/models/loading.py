@@ -119,8 +119,8 @@ def load_target(
     model.generation_config.eos_token_id = ends  # TargetModel reads it
     help_layers(model, architecture)
 
-    target = TargetModel(model.to(torch.device(device)), aux_hidden_state_layers, shard, architecture)
-    target.weight_dtype = dtype
+    model = model.to(torch.device(device))
+    target = TargetModel(model, aux_hidden_state_layers, shard, architecture, weight_dtype=dtype)
     if target.shared_vocabulary is not None:
         target.shared_vocabulary.warm_up(target.device)
     # On the device, and of a rank's own part: layers that are packed can neither move nor be cut.

@@ -60,6 +60,7 @@ class TargetModel:
         shard: the part of the model that this process holds.
         architecture: of the whole model; None measures it.
         hooks: of another target on the same model.
+        weight_dtype: of the weights, or INT8; empty takes that of hidden states.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class TargetModel:
         shard: Shard | None = None,
         architecture: Architecture | None = None,
         hooks: StateHooks | None = None,
+        weight_dtype: str = "",
     ) -> None:
         self.model: Any = model.eval()
         self.name_or_path: str = model.name_or_path
@@ -77,7 +79,7 @@ class TargetModel:
         # Of hidden states, keys and values; quantised and packed weights have another.
         embedding = model.get_input_embeddings()
         self.dtype: torch.dtype = embedding.dtype if isinstance(embedding, PackedEmbedding) else embedding.weight.dtype
-        self.weight_dtype = str(self.dtype).removeprefix("torch.")  # `load_target` sets the one of the weights
+        self.weight_dtype = weight_dtype or str(self.dtype).removeprefix("torch.")
         self.vocab_size = int(self.config.vocab_size)
         self.max_model_len = context_limit(self.config)
         self.eos_ids = _eos_ids(model)
@@ -98,9 +100,10 @@ class TargetModel:
         rank.
         """
         assert self._num_ranks == 1, "ranks share one target"
-        other = TargetModel(self.model, aux_hidden_state_layers, architecture=self._architecture, hooks=self._hooks)
+        other = TargetModel(
+            self.model, aux_hidden_state_layers, None, self._architecture, self._hooks, weight_dtype=self.weight_dtype
+        )
         other.kv_scales = self.kv_scales
-        other.weight_dtype = self.weight_dtype
         return other
 
     def set_aux_hidden_state_layers(self, layers: Sequence[int]) -> None:

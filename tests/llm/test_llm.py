@@ -257,6 +257,15 @@ def test_a_missing_tokenizer_is_missed_before_weights_are_read(tiny_target: str,
         LLM(str(tmp_path))
 
 
+def pretend_cores(monkeypatch: pytest.MonkeyPatch, cores: int, variable: str = "") -> None:
+    """Pretend that this process has some cores, numba, and OMP_NUM_THREADS, if one is given."""
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if variable:
+        monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr("eyas.device.placement.num_cores", lambda: cores)
+    monkeypatch.setattr("eyas.device.placement.has_numba", lambda: True)
+
+
 @pytest.mark.parametrize(
     ("threads", "variable", "placements", "cores", "expected"),
     [
@@ -278,11 +287,7 @@ def test_torch_takes_one_thread_where_kernels_can_run(
     cores: int,
     expected: int,
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    if variable:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setattr("eyas.device.placement.num_cores", lambda: cores)
-    monkeypatch.setattr("eyas.device.placement.has_numba", lambda: True)
+    pretend_cores(monkeypatch, cores, variable)
     torch.set_num_threads(3)
     try:
         use_threads(threads, *placements)
@@ -296,11 +301,7 @@ def test_torch_takes_one_thread_where_kernels_can_run(
 def test_it_is_foreseen_where_compiled_kernels_run(
     device: str, threads: int, variable: str, cores: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    if variable:
-        monkeypatch.setenv("OMP_NUM_THREADS", variable)
-    monkeypatch.setattr("eyas.device.placement.num_cores", lambda: cores)
-    monkeypatch.setattr("eyas.device.placement.has_numba", lambda: True)
+    pretend_cores(monkeypatch, cores, variable)
     torch.set_num_threads(2)
     try:
         foreseen = may_run_compiled(device, threads)
@@ -321,9 +322,7 @@ def test_it_is_foreseen_where_compiled_kernels_run(
     ],
 )
 def test_every_command_takes_the_threads_that_an_llm_takes(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("eyas.device.placement.num_cores", lambda: 2)
-    monkeypatch.setattr("eyas.device.placement.has_numba", lambda: True)
+    pretend_cores(monkeypatch, 2)
     torch.set_num_threads(3)
     try:
         assert CliRunner().invoke(app, [*arguments, "--model", "nowhere", "--device", "cpu"]).exit_code
