@@ -13,6 +13,7 @@ Legend: R rows, K inputs, a multiple of STEP_INPUTS, N outputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,22 @@ _WORD = ir.IntType(32)
 _POINTER = _BYTE.as_pointer()
 
 
-def _emit(builder: Any, name: str, *arguments: Any) -> None:
-    """Call an instruction of the units. A processor without them gets none, and nothing stores weights for it."""
-    if compiles_for(*FEATURES):
-        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), arguments)
+def _instruction(name: str) -> Callable[..., Any]:
+    """Return what emits an instruction of the units. Its operands are literals, which name tiles; an address; other numbers.
+
+    A processor without them gets none, and nothing stores weights for it.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        tiles = [_BYTE(kind.literal_value) for kind in signature.args if isinstance(kind, types.IntegerLiteral)]
+        address, numbers = arguments[len(tiles) : len(tiles) + 1], arguments[len(tiles) + 1 :]
+        operands = [*tiles, *(builder.inttoptr(place, _POINTER) for place in address), *numbers]
+        if compiles_for(*FEATURES):
+            kind = ir.FunctionType(ir.VoidType(), [operand.type for operand in operands])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), operands)
+        return context.get_dummy_value()
+
+    return generate
 
 
 def fetch(builder: Any, pointer: Any) -> None:
@@ -59,69 +71,37 @@ def fetch(builder: Any, pointer: Any) -> None:
 @intrinsic
 def _configure(typing, address):
     """Set how many rows and bytes each tile has: 64 bytes at an address, as Intel describes them for LDTILECFG."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit(builder, "ldtilecfg", builder.inttoptr(arguments[0], _POINTER))
-        return context.get_dummy_value()
-
-    return types.none(address), generate
+    return types.none(address), _instruction("ldtilecfg")
 
 
 @intrinsic
 def _release(typing):
     """Give the tiles up, so that the system need not keep them when it stops this thread."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.none(), generate
+    return types.none(), _instruction("tilerelease")
 
 
 @intrinsic(prefer_literal=True)
 def _clear(typing, tile):
-    """Fill a tile with zeros. Tiles are named by literals."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit(builder, "tilezero", _BYTE(tile.literal_value))
-        return context.get_dummy_value()
-
-    return types.none(tile), generate
+    """Fill a tile with zeros."""
+    return types.none(tile), _instruction("tilezero")
 
 
 @intrinsic(prefer_literal=True)
 def _load(typing, tile, address, stride):
     """Read a tile from an address. stride: bytes between its rows."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[1], _POINTER)
-        _emit(builder, "tileloadd64", _BYTE(tile.literal_value), pointer, arguments[2])
-        return context.get_dummy_value()
-
-    return types.none(tile, types.int64, types.int64), generate
+    return types.none(tile, types.int64, types.int64), _instruction("tileloadd64")
 
 
 @intrinsic(prefer_literal=True)
 def _store(typing, tile, address, stride):
     """Write a tile to an address. stride: bytes between its rows."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[1], _POINTER)
-        _emit(builder, "tilestored64", _BYTE(tile.literal_value), pointer, arguments[2])
-        return context.get_dummy_value()
-
-    return types.none(tile, types.int64, types.int64), generate
+    return types.none(tile, types.int64, types.int64), _instruction("tilestored64")
 
 
 @intrinsic(prefer_literal=True)
 def _multiply(typing, sums, numbers, weights):
     """Add the products of a tile of numbers and a tile of weights to a tile of sums."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _emit(builder, "tdpbf16ps", *(_BYTE(tile.literal_value) for tile in (sums, numbers, weights)))
-        return context.get_dummy_value()
-
-    return types.none(sums, numbers, weights), generate
+    return types.none(sums, numbers, weights), _instruction("tdpbf16ps")
 
 
 @intrinsic
@@ -186,7 +166,6 @@ def multiply_pairs(rows, num_rows, num_inputs, address, out, first_block, end_bl
     """
     num_steps = num_inputs // STEP_INPUTS
     shape = np.zeros(ROW_BYTES, np.uint8)
-    block_bytes = num_steps * TILE_BYTES
     first = 0
     while first < num_rows:
         count = num_rows - first
@@ -199,15 +178,7 @@ def multiply_pairs(rows, num_rows, num_inputs, address, out, first_block, end_bl
             _set_rows(shape, count)
             block = _multiply_part(rows, first, count, num_steps, address, out, first_block, end_block)
         for start in range(first, first + count, TILE_ROWS):
-            width = min(count, TILE_ROWS)
-            left = rows.ctypes.data + start * num_inputs * 2
-            for rest in range(block, end_block):
-                _clear(0)
-                for step in range(num_steps):
-                    _load(4, left + step * width * ROW_BYTES, ROW_BYTES)
-                    _load(5, address + rest * block_bytes + step * TILE_BYTES, ROW_BYTES)
-                    _multiply(0, 4, 5)
-                _store(0, out[start:].ctypes.data + rest * BLOCK_OUTPUTS * 4, out.shape[1] * 4)
+            _multiply_rest(rows, start, min(count, TILE_ROWS), num_steps, address, out, block, end_block)
         first += count
     _release()
 
@@ -299,3 +270,16 @@ def _multiply_parts(rows, first, num_steps, address, out, block, end_block):
         _store(3, place + TILE_ROWS * row_bytes + ROW_BYTES, row_bytes)
         block += 2
     return block
+
+
+@kernel(error_model="numpy")
+def _multiply_rest(rows, first, count, num_steps, address, out, block, end_block):
+    """Multiply `count` rows, at most a tile's, by one block at a time."""
+    left = rows.ctypes.data + first * num_steps * ROW_BYTES
+    for rest in range(block, end_block):
+        _clear(0)
+        for step in range(num_steps):
+            _load(4, left + step * count * ROW_BYTES, ROW_BYTES)
+            _load(5, address + (rest * num_steps + step) * TILE_BYTES, ROW_BYTES)
+            _multiply(0, 4, 5)
+        _store(0, out[first:].ctypes.data + rest * BLOCK_OUTPUTS * 4, out.shape[1] * 4)
