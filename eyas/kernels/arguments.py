@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -22,6 +23,9 @@ ProbsFunction: TypeAlias = "Callable[[Tensor, Filters], Tensor]"
 MIN_TEMPERATURE = 1e-6
 # A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
 MASS_BITS = 40
+NO_ROWS: Ints = np.zeros(0, np.int64)
+# Token of a row whose draw was left out, see `Draws.along`.
+UNREACHED = -1
 
 
 class Draws:
@@ -31,6 +35,9 @@ class Draws:
         keys: of each run of rows, [K].
         positions: absolute position of each row's token, [N].
         counts: rows of each run, [K]; one by default.
+
+    Attributes:
+        above, drafted: of rows that are nodes of draft trees, see `along`; else empty.
     """
 
     def __init__(
@@ -39,6 +46,7 @@ class Draws:
         self.keys = keys
         self.positions: Ints = np.asarray(positions, np.int64)
         self._owners = np.repeat(np.arange(len(keys)), counts)
+        self.above = self.drafted = NO_ROWS
 
     def __len__(self) -> int:
         return len(self.positions)
@@ -52,8 +60,21 @@ class Draws:
         """Return the value of each row's key [N], from one for each of `keys` [K]."""
         return np.array(values, dtype)[self._owners]
 
+    def along(self, above: Ints, drafted: Ints) -> Draws:
+        """Return these draws for nodes of draft trees of which only accepted paths count.
+
+        A kernel may leave out a node that the token drawn at its parent does not lead to, and return UNREACHED for it.
+
+        Args:
+            above: row of each node's parent, which comes before it; a root's own [N].
+            drafted: token of each node [N].
+        """
+        found = copy(self)
+        found.above, found.drafted = above, drafted
+        return found
+
     def taken(self, rows: Sequence[int] | Ints) -> Draws:
-        """Return the draws of some rows, in this order."""
+        """Return the draws of some rows, in this order, each of which counts."""
         return Draws([self.keys[owner] for owner in self._owners[rows].tolist()], self.positions[rows])
 
 

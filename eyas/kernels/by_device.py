@@ -43,7 +43,8 @@ class SamplingKernels(Protocol):
     def draw_rows(self, logits: Tensor, draws: Draws) -> Tensor:
         """Return one token id per row of logits [N, V], int64 [N]; V where a row holds NaN. N is above 0.
 
-        Temperature 0 takes the likeliest token, above it argmin noise / probs.
+        Temperature 0 takes the likeliest token, above it argmin noise / probs. See `Draws.along` for rows that may be left
+        out.
         """
         ...
 

@@ -166,7 +166,7 @@ class VerifyOutput(NamedTuple):
 
     Attributes:
         accepted: None inside a prompt.
-        samples: the target's sample at every node of the tree.
+        samples: the target's sample at every node of the tree, or UNREACHED.
     """
 
     accepted: Accepted | None
@@ -189,6 +189,11 @@ class DrawnRows(NamedTuple):
     num_requests: int
     draws: Draws
 
+    def along_paths(self) -> DrawnRows:
+        """Return these rows for the rule `match` alone: nodes that it does not reach need no draw."""
+        trees = self.trees
+        return self if trees is None else self._replace(draws=self.draws.along(trees.above, trees.nodes.tokens))
+
 
 @dataclass(frozen=True, eq=False)
 class StepOutputs(Sequence[VerifyOutput]):
@@ -198,7 +203,7 @@ class StepOutputs(Sequence[VerifyOutput]):
         nodes: accepted nodes of each tree, its root first, one request after the other, int64 [A].
         tokens: what is emitted after each of these nodes, int64 [A].
         ends: where the nodes of each request end among these, int64 [B]. A request inside a prompt has none.
-        samples: the target's sample at every node of the trees, int64 [N].
+        samples: the target's sample at every node of the trees, int64 [N]; UNREACHED where none was drawn.
         sample_ends: where the samples of each request end among these, int64 [B].
         levels: below the root of each request's tree, int64 [B].
         details: by number of a request; most requests have none.

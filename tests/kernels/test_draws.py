@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from eyas.api.request import SamplingParams
 from eyas.api.validation import MAX_SEED
-from eyas.kernels.arguments import Draws
+from eyas.device.placement import runs_compiled
+from eyas.kernels.arguments import UNREACHED, Draws
 from eyas.kernels.by_device import rank, sample
 from eyas.kernels.noise import exponential_noise
 from eyas.kernels.probabilities import Filters, filtered_probs, target_probs
@@ -86,6 +88,26 @@ def test_rows_of_different_requests_do_not_disturb_one_another() -> None:
     draws = Draws([NoiseKey(1), NoiseKey(2, 0.7), NoiseKey(3), NoiseKey(2, 1.3, 4, 0.8)], [5, 5, 9, 6])
     alone = torch.cat([sample(logits[i : i + 1], draws.taken([i])) for i in range(4)])
     assert torch.equal(sample(logits, draws), alone)
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_nodes_that_no_drawn_token_leads_to_need_no_draw(temperature: float) -> None:
+    numbers, size, above = np.random.default_rng(5), 40, list[int]()
+    for node in range(3 * size):  # in each of three trees a node's parent comes before it, a root is its own
+        above.append(node - node % size + int(numbers.integers(0, max(node % size, 1))))
+    drafted = numbers.integers(0, 3, 3 * size)
+    draws = Draws([NoiseKey(1, temperature), NoiseKey(2), NoiseKey(3, 1.3, 4, 0.8)], numbers.integers(5, 9, 3 * size), size)
+    logits = torch.randn(3 * size, 3, generator=torch.Generator().manual_seed(3))
+    whole = sample(logits, draws).tolist()
+    found = sample(logits, draws.along(np.array(above), drafted)).tolist()
+    reached = set[int]()
+    for node, parent in enumerate(above):
+        if node == parent or (parent in reached and whole[parent] == drafted[node]):
+            reached.add(node)
+    left_out = [node for node in range(3 * size) if found[node] != whole[node]]
+    assert {found[node] for node in left_out} <= {UNREACHED}
+    assert not reached & set(left_out)
+    assert bool(left_out) == runs_compiled(logits.device)
 
 
 def test_draws_of_runs_of_rows_are_those_of_each_row() -> None:

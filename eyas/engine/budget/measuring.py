@@ -87,8 +87,9 @@ def has_gpu(engine: EngineConfig, device: torch.device) -> bool:
 
 
 def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]) -> CostModel:
-    """Return the seconds of a verify pass and its draws by number of rows. Rows are written to the scratch slot, so that
-    none leaks.
+    """Return the seconds of a verify pass and its least draws by number of rows.
+
+    Rows are written to the scratch slot, so that none leaks.
     """
     nodes, num_slots = tree.num_draft_tokens, runner.kv_cache.scratch
     target, most = runner.target, min(engine.max_verify_tokens, engine.max_num_seqs * tree.num_draft_tokens)
@@ -101,7 +102,9 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
 
     def rounds(num_rows: int) -> Iterator[Callable[[], object]]:
         segments = [segment(start, min(nodes, num_rows - start)) for start in range(0, num_rows, nodes)]
-        draws = Draws([GREEDY], [0] * num_rows, num_rows)
+        rows = np.arange(num_rows)
+        # a token is drawn at the root of each tree, as no node has the token -1
+        draws = Draws([GREEDY], np.zeros(num_rows, np.int64), num_rows).along(rows // nodes * nodes, rows * 0 - 1)
         while True:
             yield lambda: tokens_of(runner.forward(segments), draws).tolist()
 

@@ -532,7 +532,7 @@ def compile_kernels() -> None:
                 *(float64, int64, float64, int64, int64, heads),
             ),
             rank_rows: (rows, rows, int64[:, ::1]),
-            draw_each: (rows, ids, ids, row, ids, row, row, ids),
+            draw_each: (rows, ids, ids, row, ids, row, row, ids, ids, ids),
             multiply_weight: (rows, int64, int64, rows),
             multiply_together: (rows, int64, int64, rows, ids, int64),
             run_layers: (

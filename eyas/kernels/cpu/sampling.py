@@ -11,7 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eyas.kernels.arguments import MASS_BITS, MAX_KERNEL_K, MIN_FILTER_TEMPERATURE, MIN_TEMPERATURE, Draws, Ranked
+from eyas.kernels.arguments import (
+    MASS_BITS,
+    MAX_KERNEL_K,
+    MIN_FILTER_TEMPERATURE,
+    MIN_TEMPERATURE,
+    UNREACHED,
+    Draws,
+    Ranked,
+)
 from eyas.kernels.cpu.compiling import kernel
 from eyas.kernels.plain import sampling as plain
 from eyas.kernels.plain.sampling import kept_logits as kept_logits
@@ -390,7 +398,7 @@ def _race_of(row, places, key, by, top):
 
 
 @kernel(error_model="numpy")
-def draw_each(logits, seeds, positions, temperatures, top_ks, top_ps, min_ps, tokens):
+def draw_each(logits, seeds, positions, temperatures, top_ks, top_ps, min_ps, above, drafted, tokens):
     """Draw one token of each row of float32 logits [N, V], to int64 tokens [N]; V where a row holds NaN.
 
     As `eyas.kernels.by_device.sample`: temperature 0 takes the likeliest token, above it argmin noise / probs.
@@ -399,11 +407,15 @@ def draw_each(logits, seeds, positions, temperatures, top_ks, top_ps, min_ps, to
         seeds: the signed integers with the same bits.
         temperatures: float32, above 0 at least MIN_TEMPERATURE.
         top_ks, top_ps, min_ps: int64, float32 and float32; filters of rows with temperatures above 0.
+        above, drafted: int64, see `Draws.along`; empty if every row counts.
     """
     num_rows, size = logits.shape
     maxima = np.empty((size + BLOCK - 1) // BLOCK, np.float32)
     weights, bounds = np.empty(len(maxima), np.float32), np.empty(len(maxima), np.float64)
     for n in range(num_rows):
+        if len(above) and above[n] != n and tokens[above[n]] != drafted[n]:
+            tokens[n] = UNREACHED
+            continue
         row, num_unusable = logits[n], np.int32(0)
         for i in range(size):
             # NaN is the only number that differs from itself. Counting it without a branch lets LLVM use vectors.
@@ -524,7 +536,8 @@ def draw_rows(logits: Tensor, draws: Draws) -> Tensor:
     reals = (draws.by_row(own, np.float32) for own in (heats, [key.top_p for key in keys], [key.min_p for key in keys]))
     temperatures, top_ps, min_ps = reals
     rows = logits.contiguous().numpy()
-    draw_each(rows, seeds, draws.positions, temperatures, top_ks, top_ps, min_ps, tokens.numpy())
+    paths = draws.above, draws.drafted
+    draw_each(rows, seeds, draws.positions, temperatures, top_ks, top_ps, min_ps, *paths, tokens.numpy())
     return tokens
 
 
