@@ -17,6 +17,8 @@ from tests.support.tiers import nightly
 
 # Seconds that an input of the largest size may keep the event loop.
 LOOP_SECONDS = 0.05
+# Turns of a loop, and how long they take on a usual machine: on a slower one an input may take longer by as much.
+YARDSTICK_TURNS, YARDSTICK_SECONDS = 200_000, 0.012
 # n log n at these sizes is below 1.15; caches that overflow add up to .4 on a busy machine. Quadratic work gives 2.
 MAX_EXPONENT = 1.6
 # Noise only ever adds time. A reader fails if its least times of this many rounds are still too long.
@@ -95,7 +97,18 @@ def growth(reader: Reader, shape: str) -> Growth:
 
 def is_too_slow(reader: Reader, found: Growth) -> bool:
     """Return whether the work grows faster than n log n, or keeps the event loop too long."""
-    return found.exponent >= MAX_EXPONENT or (reader.on_loop and found.seconds[-1] >= LOOP_SECONDS)
+    if found.exponent >= MAX_EXPONENT:
+        return True
+    is_long = reader.on_loop and found.seconds[-1] >= LOOP_SECONDS
+    return is_long and found.seconds[-1] >= LOOP_SECONDS * _slowness()
+
+
+def _slowness() -> float:
+    """Return how many times as long as on a usual machine Python takes here and now, at least 1."""
+    began, total = time.thread_time(), 0
+    for number in range(YARDSTICK_TURNS):
+        total += number
+    return max(1.0, (time.thread_time() - began) / YARDSTICK_SECONDS)
 
 
 def check_growth(reader: Reader, shape: str) -> None:
