@@ -138,7 +138,7 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
                 for task in tasks:
                     await cancel_task(task)
                 await discovery.close()
-        for drafter, _ in pool.drafters if pool else ():
+        for drafter in pool.status if pool else ():
             log.info("drafter %s: %d requests answered, %d lost", drafter.address, drafter.num_answered, drafter.num_lost)
 
 

@@ -159,16 +159,11 @@ class DraftPool:
                 drafter.close()
 
     @property
-    def drafters(self) -> list[tuple[RemoteDrafter, int]]:
-        """Every draft service with the number of its sessions."""
-        with self._lock:
-            num_sessions = self._count_sessions()
-            return [(drafter, num_sessions[address]) for address, drafter in self._drafters.items()]
-
-    @property
     def status(self) -> tuple[DraftClientStatus, ...]:
         """The connections to all draft services."""
-        return tuple(drafter.status(num_sessions) for drafter, num_sessions in self.drafters)
+        with self._lock:
+            num_sessions = self._count_sessions()
+            return tuple(drafter.status(num_sessions[address]) for address, drafter in self._drafters.items())
 
     def trace_with(self, traceparent: Callable[[str], str]) -> None:
         """Send a trace context with every request for a tree. traceparent: gives that of a session; empty for none."""

@@ -58,8 +58,8 @@ def test_invalid_answers_open_the_breaker(answers: str, caplog: pytest.LogCaptur
         engine = engine_with(pool)
         eventually(lambda: pool.can_draft("r"))
         chunks = steps(engine, 16)
-        [(drafter, _)] = pool.drafters
-        assert (drafter.breaker.state, drafter.num_answered) == ("open", 3)
+        (status,) = pool.status
+        assert (status.circuit, status.num_answered) == ("open", 3)
         later = steps(engine, 4)
         assert not any(chunk.verify_step and chunk.verify_step.drafted for chunk in later)
         tokens = tokens_of([*chunks, *later])

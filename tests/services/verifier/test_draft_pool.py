@@ -37,9 +37,9 @@ def test_a_drafter_that_is_gone_is_not_dialled_for_ever() -> None:
             pass
         pool.assign("a", address)
         assert pool.request([context("a", TOKENS[:5])])() == [None]
-        assert len(pool.drafters) == 1
+        assert len(pool.status) == 1
         pool.release(["a"])
-        assert pool.drafters == []
+        assert pool.status == ()
 
 
 def test_an_unused_drafter_that_disappears_is_removed() -> None:
@@ -52,12 +52,12 @@ def test_an_unused_drafter_that_disappears_is_removed() -> None:
             pool.release(["a"])
             pool.unassign("a")
             pool.rebalance([])
-            assert len(pool.drafters) == 1, "it is only missing from the list"
-        eventually(lambda: not pool.drafters[0][0].connected)
+            assert len(pool.status) == 1, "it is only missing from the list"
+        eventually(lambda: not pool.status[0].connected)
         pool.rebalance([address])
-        assert len(pool.drafters) == 1, "it may come back"
+        assert len(pool.status) == 1, "it may come back"
         pool.rebalance([])
-        assert pool.drafters == []
+        assert pool.status == ()
 
 
 def test_sessions_of_a_drafter_that_is_gone_move_to_a_live_one() -> None:
