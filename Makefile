@@ -54,7 +54,7 @@ $(KERNELS): $(READY) $(wildcard eyas/kernels/cpu/*.py)
 	@touch $@
 
 demo: $(KERNELS) ## start all services here, compare plain with speculative decoding, stop
-	@$(BIN)/python -m eyas.services.local.compare
+	@$(BIN)/python -m benchmarks.scripts.demo
 
 up: $(KERNELS) ## start all services here and keep them running
 	@$(BIN)/eyas serve --demo

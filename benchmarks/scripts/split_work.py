@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from benchmarks.scripts.demo import PROMPTS, read_prompts
 from benchmarks.scripts.streaming_work import child_process, cpu_seconds, read_events
 from eyas.api.request import SamplingParams
 from eyas.bench.report import Report, Spread, Table, number
@@ -27,7 +28,6 @@ from eyas.errors import EyasError
 from eyas.llm import LLM
 from eyas.progress import Progress, progress
 from eyas.services.local.cluster import Cluster, free_port, running_cluster
-from eyas.services.local.compare import read_prompts
 from eyas.services.local.demo import warm_up
 from eyas.services.local.serve import plan
 
@@ -36,7 +36,6 @@ Contender = Literal["one process", "split"]
 MODES: tuple[Mode, ...] = ("plain", "speculative")
 SERVICES = ("router", "verifier", "draft", "redis")
 NAME = "served"
-PROMPTS = Path("models/demo/prompts.jsonl")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ READY = re.compile(r"ready \w+ on 127\.0\.0\.1:(\d+)")
 def local(logs: Path, *arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """A process of `make demo`, or of `eyas serve --demo`."""
     own = ("--port", str(free_port()), "--grpc-port", str(free_port())) if arguments[0] == "serve" else ()
-    module = "eyas.cli" if arguments[0] == "serve" else "eyas.services.local.compare"
+    module = "eyas.cli" if arguments[0] == "serve" else "benchmarks.scripts.demo"
     command = [sys.executable, "-m", module, *arguments, *own]
     environment = os.environ | {"TMPDIR": str(logs)}
     process = Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
