@@ -6,12 +6,13 @@ of the target's own kind. Embedding and output head are the target's. Another la
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from eyas.config.drafting import MTP, NO_DRAFTS
 from eyas.config.file_values import get_setting, read_json
@@ -22,9 +23,6 @@ log = logging.getLogger(__name__)
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 # Settings of config.json that give the number of modules.
 COUNTS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-# The bytes before the header of a file of safetensors, which hold its length, and a header that is no header.
-LENGTH_BYTES = 8
-MAX_HEADER = 10**8
 
 
 @dataclass(frozen=True)
@@ -186,10 +184,8 @@ def _tensor_names(find_file: Callable[[str], Path | None]) -> Collection[str]:
         return list(found) if isinstance(found, dict) else []
     if (file := find_file(WEIGHTS_FILE)) is None:
         return []
-    with file.open("rb") as stored:
-        length = int.from_bytes(stored.read(LENGTH_BYTES), "little")
-        try:
-            header = json.loads(stored.read(min(length, MAX_HEADER)))
-        except (ValueError, RecursionError):
-            return []
-    return list(header) if isinstance(header, dict) else []
+    try:
+        with safe_open(file, "numpy") as stored:
+            return list(stored.keys())
+    except SafetensorError:
+        return []
