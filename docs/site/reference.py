@@ -30,7 +30,7 @@ Comments = Mapping[tuple[int, ...], str]
 def http_page() -> str:
     """Return the page of the routes of the HTTP API and their bodies."""
     unused = cast(Any, None)  # the schema needs the routes, which use the services only when they answer
-    schema = build_app(unused, {}, unused, unused, unused).openapi()
+    schema = build_app(unused, unused, unused, unused).openapi()
     routes = [
         f"| `{method.upper()} {path}` | {_body_link(route)} | {_cell(route['description'])} |"
         for path, methods in schema["paths"].items()

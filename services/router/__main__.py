@@ -18,7 +18,7 @@ from eyas.services.discovery.redis_registry import session_registry
 from eyas.services.lifecycle import ProcessRunner, serve, service_app
 from eyas.services.router.auth.keys import ApiKeys, load_api_keys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.generation import GenerationService, load_model
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
@@ -26,9 +26,6 @@ from eyas.services.router.http.app import build_app, build_operations_app
 from eyas.services.router.http.server import HttpServer
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.telemetry.exporters import telemetry
-from eyas.text.chat_template import load_template
-from eyas.text.content_text import ContentText
-from eyas.text.tokenizer import load_tokenizer
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 
 
@@ -62,11 +59,7 @@ async def build_router(
     """
     if not config.models:
         raise ConfigError("models is empty; name at least one model and its tokenizer")
-    tokenizers = {model.name: load_tokenizer(model.tokenizer) for model in config.models}
-    templates = {model.name: load_template(model) for model in config.models}
-    as_text = [model.name for model in config.models if model.special_tokens_in_content == "text"]
-    contents = {name: ContentText(tokenizers[name]) for name in as_text}
-    aliases = {alias: model.name for model in config.models for alias in model.aliases}
+    models = list(map(load_model, config.models))
     with telemetry(config.telemetry, "router") as exporters:
         traces, peers = RouterTelemetry(exporters), Peers(config.peers)
         registry = session_registry(config.discovery, config.registry, peers)
@@ -74,12 +67,12 @@ async def build_router(
         traces.watch(discovery.known)
         workers = WorkerPool(discovery, config, peers)
         dispatcher = Dispatcher(workers, SessionMap(registry), config.stall_timeout_s, traces, config.retry)
-        service = GenerationService(tokenizers, workers, dispatcher, config.request_timeout_s, traces, contents, aliases)
+        service = GenerationService(models, workers, dispatcher, config.request_timeout_s, traces)
         interval_s = config.registry.heartbeat_interval_s / 4
         needs_verifier = not config.ready_without_verifiers
         readiness = ReadinessMonitor(set_serving, discovery, workers, interval_s, registry, needs_verifier)
         try:
-            http = build_app(service, templates, readiness, keys, traces, config.http, admission)
+            http = build_app(service, readiness, keys, traces, config.http, admission)
             operations = build_operations_app(readiness, http)
             yield RouterApp(RouterServicer(service, keys), http, operations, readiness, service.end_calls)
         finally:

@@ -5,25 +5,26 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from eyas.api.outputs import TextChunk, TextDecoder
 from eyas.api.request import Chunk, SamplingParams
 from eyas.api.validation import check_request
+from eyas.config import ServedModel
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.client_threads import ClientThreads
 from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, no_verifier
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.telemetry import Arrival, RequestSpan, RouterTelemetry
+from eyas.text.chat_template import ChatTemplate, load_template
 from eyas.text.content_text import ContentText
-from eyas.text.tokenizer import TextStream, Tokenizer
+from eyas.text.tokenizer import TextStream, Tokenizer, load_tokenizer
 
 # Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
 MAX_CONCURRENT_COMPLETIONS = 128
@@ -43,31 +44,47 @@ Task: TypeAlias = asyncio.Task[None]
 Words: TypeAlias = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
 
 
-class GenerationService:
-    """Service of the models that have a tokenizer here.
+@dataclass(frozen=True)
+class RouterModel:
+    """What a router knows of a model without its workers.
 
-    tokenizers: of the configured models. threads: for the work that clients' texts cause.
+    Attributes:
+        template: None if it has none.
+        content: encodes its chats, if names of special tokens in them are text.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate | None = None
+    content: ContentText | None = None
+    aliases: tuple[str, ...] = ()
+
+
+def load_model(model: ServedModel) -> RouterModel:
+    """Load the files of a model. Raises ConfigError or CheckpointError for bad ones."""
+    tokenizer = load_tokenizer(model.tokenizer)
+    content = ContentText(tokenizer) if model.special_tokens_in_content == "text" else None
+    return RouterModel(model.name, tokenizer, load_template(model), content, model.aliases)
+
+
+class GenerationService:
+    """Service of models. known: by their names, without aliases. threads: for the work that clients' texts cause.
 
     Args:
         request_timeout_s: the longest duration of a request.
-        contents: of the models in whose chats names of special tokens are text.
-        aliases: the model of each alias.
     """
 
     def __init__(
         self,
-        tokenizers: Mapping[str, Tokenizer],
+        models: Sequence[RouterModel],
         workers: WorkerPool,
         dispatcher: Dispatcher,
         request_timeout_s: float,
         telemetry: RouterTelemetry,
-        contents: Mapping[str, ContentText] = MappingProxyType({}),
-        aliases: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._aliases = aliases
-        self.contents = contents
+        self.known = {model.name: model for model in models}
+        self._aliases = {alias: model.name for model in models for alias in model.aliases}
         self._telemetry = telemetry
-        self.tokenizers = tokenizers
         self._workers = workers
         self._dispatcher = dispatcher
         self._request_timeout_s = request_timeout_s
@@ -79,7 +96,7 @@ class GenerationService:
     @property
     def names(self) -> tuple[str, ...]:
         """Names that requests may give: of the configured models, and their aliases."""
-        return (*self.tokenizers, *self._aliases)
+        return (*self.known, *self._aliases)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the configured models that a live verifier serves, once for each of their names."""
@@ -149,7 +166,7 @@ class GenerationService:
             return (), frozenset()
         last, words = self._last_words
         if last is not sampling:
-            words = await self.threads.run(caller, _words_as_ids, self.tokenizers[model], sampling)
+            words = await self.threads.run(caller, _words_as_ids, self.known[model].tokenizer, sampling)
             self._last_words = sampling, words
         return words
 
@@ -158,7 +175,7 @@ class GenerationService:
 
         is_rendered: the text contains its special tokens.
         """
-        encode = self.tokenizers[info.name].encode_within
+        encode = self.known[info.name].tokenizer.encode_within
         return await self.threads.run(caller, encode, text, info.max_model_len, is_rendered)
 
     def stream(
@@ -192,7 +209,7 @@ class GenerationService:
                         raise _stopping()
                     call = traced.set_call(call)
                     if traced.texts is not None:
-                        decode = self.tokenizers[call.model].decode
+                        decode = self.known[call.model].tokenizer.decode
                         traced.prompt_text = await asyncio.to_thread(decode, call.request.prompt_ids)
 
                     works = (
@@ -217,7 +234,7 @@ class GenerationService:
 
     def _completions(self, call: GenerateCall, first: int) -> Iterator[tuple[GenerateCall, TextDecoder]]:
         """Yield each completion of a call, with what decodes its chunks. first: number of the first."""
-        tokenizer, request = self.tokenizers[call.model], call.request
+        tokenizer, request = self.known[call.model].tokenizer, call.request
         is_constrained = request.sampling.structured_outputs is not None
         left_context = partial(tokenizer.left_context, request.prompt_ids, is_constrained)
         for index, sampling in enumerate(request.sampling.completions(), first):
@@ -243,13 +260,13 @@ class GenerationService:
         return max(infos, key=lambda info: info.max_model_len, default=None)
 
     def _resolve(self, model: str) -> str:
-        if (found := self._aliases.get(model, model)) in self.tokenizers:
+        if (found := self._aliases.get(model, model)) in self.known:
             return found
         if model:
             raise UnknownModel(f"model {model[:80]!r} is not served here; known: {', '.join(self.names)}", "model")
-        if len(self.tokenizers) > 1:
-            raise InvalidRequest(f"several models are served here; name one of {', '.join(self.tokenizers)}", "model")
-        return next(iter(self.tokenizers))
+        if len(self.known) > 1:
+            raise InvalidRequest(f"several models are served here; name one of {', '.join(self.known)}", "model")
+        return next(iter(self.known))
 
 
 def _words_as_ids(tokenizer: Tokenizer, sampling: SamplingParams) -> Words:

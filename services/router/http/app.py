@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,6 @@ from eyas.services.router.http.playground import add_playground, cluster_state
 from eyas.services.router.http.streaming import BodyLimit, HeadAsGet
 from eyas.services.router.telemetry import HttpMetrics, RouterTelemetry
 from eyas.telemetry.exporters import exposition
-from eyas.text.chat_template import ChatTemplate
 
 ANY_PORT = ":*"
 DOCS_PAGE = Path(__file__).with_name("docs.html")
@@ -41,7 +40,6 @@ RATE_LIMIT_HEADERS = [f"{what}-{kind}" for what in ("limit", "remaining", "reset
 
 def build_app(
     service: GenerationService,
-    templates: Mapping[str, ChatTemplate | None],
     readiness: ReadinessMonitor,
     keys: ApiKeys,
     telemetry: RouterTelemetry,
@@ -51,7 +49,6 @@ def build_app(
     """Build the application.
 
     Args:
-        templates: of every model, None if it has none.
         telemetry: counts every response.
         admission: the bounds of bodies, shared with the gRPC server.
     """
@@ -76,7 +73,7 @@ def build_app(
         )
     app.add_middleware(HttpMetrics, telemetry=telemetry)
     add_error_handlers(app)
-    endpoints = GenerationEndpoints(service, templates, config.keepalive_interval_s)
+    endpoints = GenerationEndpoints(service, config.keepalive_interval_s)
     app.post("/v1/completions", response_model=None)(endpoints.complete)
     app.post("/v1/chat/completions", response_model=None)(endpoints.chat)
     app.post("/v1/responses", response_model=None)(endpoints.responses)

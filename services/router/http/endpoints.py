@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial, wraps
@@ -39,7 +39,6 @@ from eyas.services.router.telemetry import Arrival
 from eyas.telemetry.logging import escaped
 from eyas.telemetry.tracing import trace_pairs
 from eyas.text.chat_parser import ChatFormat
-from eyas.text.chat_template import ChatTemplate
 from eyas.text.tokenizer import Tokenizer
 
 MAX_QUOTED_NAME = 80
@@ -67,12 +66,10 @@ class GenerationEndpoints:
     """The endpoints that generate or encode. All raise the errors of GenerationService.
 
     Attributes:
-        templates: of every model, None if it has none.
         keepalive_interval_s: silence of a stream after which its client gets a comment.
     """
 
     service: GenerationService
-    templates: Mapping[str, ChatTemplate | None]
     keepalive_interval_s: float
 
     @until_disconnect
@@ -98,7 +95,7 @@ class GenerationEndpoints:
             chunks = request.state.access.meter(partial(self.service.stream, calls), calls, rejection)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
-            tokenizer = self.service.tokenizers[info.name]
+            tokenizer = self.service.known[info.name].tokenizer
             echoes = await self._run(request, _echoes, body, tokenizer) if body.echo else []
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, arrival.request_id, info.name, tokenizer, prompts, echoes)
@@ -138,14 +135,14 @@ class GenerationEndpoints:
         else:
             is_rendered = body.add_special_tokens is False
             token_ids = await self.service.encode(info, body.prompt, request.state.caller, is_rendered)
-        tokenizer = self.service.tokenizers[info.name]
+        tokenizer = self.service.known[info.name].tokenizer
         return await self._run(request, lambda: _json(body.response(token_ids, info, tokenizer)))
 
     @until_disconnect
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Respond to /detokenize."""
         info = await self.service.model(body.model)
-        return await self._run(request, lambda: _json(body.response(info, self.service.tokenizers[info.name])))
+        return await self._run(request, lambda: _json(body.response(info, self.service.known[info.name].tokenizer)))
 
     async def _chat(
         self,
@@ -169,7 +166,7 @@ class GenerationEndpoints:
             rejection = self.service.record_rejection(arrival, "chat")
             chunks = request.state.access.meter(partial(self.service.stream, calls, "chat"), calls, rejection)
             prompts = [call.request.prompt_ids for call in calls]
-            writer = ResponseWriter(body, arrival.request_id, info.name, self.service.tokenizers[info.name], prompts)
+            writer = ResponseWriter(body, arrival.request_id, info.name, self.service.known[info.name].tokenizer, prompts)
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
             writer.reserve(request.state.hold)
         return await self._respond(body, stream, request, write(writer), chunks)
@@ -192,17 +189,16 @@ class GenerationEndpoints:
 
     def _encode_chat(self, body: ChatBody, info: ModelInfo) -> tuple[int, ...]:
         """Return the token ids of a chat's prompt. Meant for a thread."""
-        template = self.templates[info.name]
+        model = self.service.known[info.name]
+        tokenizer, template, content = model.tokenizer, model.template, model.content
         if template is None:
             reason = f"model {info.name!r} has no chat template; use /v1/completions, or set its chat_template"
             raise InvalidRequest(reason, "messages")
         with named_by(body.name_of):
-            tokenizer = self.service.tokenizers[info.name]
             tokenizer.check_length(sum(len(message.content) for message in body.messages), info.max_model_len)
-            contents = self.service.contents.get(info.name)
-            encode = contents.encode if contents else tokenizer.encode_within
+            encode = content.encode if content else tokenizer.encode_within
             messages = [message.template_value for message in body.messages]
-            marked = contents.mark if contents else lambda value: value
+            marked = content.mark if content else lambda value: value
             text = template.render(messages, body.template_variables, body.continue_final_message, marked)
             return encode(text, info.max_model_len, not body.add_special_tokens)
 
@@ -224,7 +220,7 @@ class GenerationEndpoints:
 
     def _around(self, body: CompletionBody, info: ModelInfo, calls: Sequence[GenerateCall]) -> list[GenerateCall]:
         """Return the calls with prompts that have the suffix after the output. Meant for a thread."""
-        tokenizer, found = self.service.tokenizers[info.name], list[GenerateCall]()
+        tokenizer, found = self.service.known[info.name].tokenizer, list[GenerateCall]()
         format_ = middle_format(tokenizer, info.name)
         tokenizer.encode_within(body.suffix, info.max_model_len, is_rendered=True)
         suffix = tokenizer.encode_inside(body.suffix)
@@ -242,9 +238,9 @@ class GenerationEndpoints:
 
     def _chat_output(self, body: ChatBody, info: ModelInfo, prompt: Sequence[int]) -> ChatOutput:
         """Return how the output of a chat is constrained and read."""
-        template = self.templates[info.name]
-        form = template.format if template else ChatFormat()
-        return ChatOutput(body, info.name, form, self.service.tokenizers[info.name], prompt)
+        model = self.service.known[info.name]
+        form = model.template.format if model.template else ChatFormat()
+        return ChatOutput(body, info.name, form, model.tokenizer, prompt)
 
     async def _prepare(
         self, body: CompletionBody | ChatBody, arrival: Arrival, request: Request, calls: Sequence[GenerateCall]

@@ -1,9 +1,8 @@
 """A real router with its HTTP server in this process, and OpenAI's own client of it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -26,7 +25,7 @@ from eyas.rpc.server import RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.router.auth.keys import ApiKeys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.generation import GenerationService, RouterModel
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.http.app import build_app
@@ -64,7 +63,7 @@ async def http_router(  # noqa: PLR0913  # settings of a router, all by keyword
     cors_allow_origins: tuple[str, ...] = (),
     playground: bool = True,
     unknown_fields: UnknownFields = "refuse",
-    aliases: Mapping[str, str] = MappingProxyType({}),
+    aliases: tuple[str, ...] = (),
 ) -> AsyncIterator[str]:
     """Run a router for the model "demo"; yields its base URL."""
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, LEASE_S, 0.05))
@@ -73,16 +72,17 @@ async def http_router(  # noqa: PLR0913  # settings of a router, all by keyword
     )
     telemetry, limits = telemetry or RouterTelemetry(), limits or LimitsConfig()
     dispatcher = Dispatcher(workers, SessionMap(registry), 20.0, telemetry, retry)
-    service = GenerationService({"demo": tokenizer}, workers, dispatcher, request_timeout_s, telemetry, aliases=aliases)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     chat = ChatTemplate(template, {"bos_token": "<|bos|>"}, "demo") if template else None
+    model = RouterModel("demo", tokenizer, chat, aliases=aliases)
+    service = GenerationService([model], workers, dispatcher, request_timeout_s, telemetry)
     config = HttpConfig(
         keepalive_interval_s=keepalive_interval_s,
         cors_allow_origins=cors_allow_origins,
         unknown_fields=unknown_fields,
         playground=playground,
     )
-    app = build_app(service, {"demo": chat}, readiness, keys or ApiKeys(), telemetry, config, Admission(limits))
+    app = build_app(service, readiness, keys or ApiKeys(), telemetry, config, Admission(limits))
     http = HttpServer(app, config, TlsConfig(), limits)
     address = await server.start([])
     await http.start()

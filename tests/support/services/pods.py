@@ -16,7 +16,7 @@ from eyas.services.discovery.base import Discovery
 from eyas.services.discovery.probing import build_discovery
 from eyas.services.router.auth.keys import ApiKeys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.dispatch.generation import GenerationService
+from eyas.services.router.dispatch.generation import GenerationService, RouterModel
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer
@@ -105,7 +105,7 @@ async def pod_router(
     )
     telemetry = RouterTelemetry()
     dispatcher = Dispatcher(workers, SessionMap(None), 20.0, telemetry, RETRY)
-    service = GenerationService({"demo": load_tokenizer(DEMO)}, workers, dispatcher, 30.0, telemetry)
+    service = GenerationService([RouterModel("demo", load_tokenizer(DEMO))], workers, dispatcher, 30.0, telemetry)
     add_GenerationServicer_to_server(RouterServicer(service, ApiKeys()), server.aio)
     readiness = ReadinessMonitor(server.set_serving, discovery, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])

@@ -24,7 +24,7 @@ from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server
 from eyas.services.router.auth.keys import ApiKeys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.dispatch.generation import MAX_READY, GenerationService
+from eyas.services.router.dispatch.generation import MAX_READY, GenerationService, RouterModel
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.upstream import UpstreamCall
 from eyas.services.router.dispatch.workers import WorkerPool
@@ -221,10 +221,10 @@ async def router(
     peers = peers or Peers()
     server, registry = RpcServer(ServerConfig()), Registry(RegistryConfig(url, LEASE_S, 0.05), peers.token)
     workers = WorkerPool(registry, RouterConfig(()), peers)
-    tokenizers = {"demo": tokenizer or load_tokenizer(DEMO)}
+    models = [RouterModel("demo", tokenizer or load_tokenizer(DEMO))]
     telemetry = RouterTelemetry()
     dispatcher = Dispatcher(workers, SessionMap(registry), stall_timeout_s, telemetry, retry)
-    service = GenerationService(tokenizers, workers, dispatcher, request_timeout_s, telemetry)
+    service = GenerationService(models, workers, dispatcher, request_timeout_s, telemetry)
     add_GenerationServicer_to_server(RouterServicer(service, keys or ApiKeys()), server.aio)
     readiness = ReadinessMonitor(server.set_serving, registry, workers, 0.02)
     address = await server.start(["eyas.v1.Generation"])

@@ -12,7 +12,13 @@ from eyas.api.request import Chunk, TokenLogprob
 from eyas.rpc.messages import GenerateCall
 from eyas.services.router.auth.keys import Access, ApiKey, hash_of
 from eyas.services.router.auth.quota import KeyLimits, Quota
-from eyas.services.router.dispatch.generation import MAX_READY_BYTES, GenerationService, ReadyQueue, ready_chunks
+from eyas.services.router.dispatch.generation import (
+    MAX_READY_BYTES,
+    GenerationService,
+    ReadyQueue,
+    RouterModel,
+    ready_chunks,
+)
 from eyas.services.router.dispatch.upstream import Take
 from eyas.services.router.telemetry import RouterTelemetry
 from tests.support.services.http_router import TOKENIZER
@@ -41,7 +47,7 @@ async def turn() -> None:
 def service(spans: Spans) -> GenerationService:
     upstream: Any = Upstream()
     workers: Any = None  # only for the choice of a model
-    return GenerationService({"demo": TOKENIZER}, workers, upstream, 60.0, RouterTelemetry(spans.telemetry))
+    return GenerationService([RouterModel("demo", TOKENIZER)], workers, upstream, 60.0, RouterTelemetry(spans.telemetry))
 
 
 @pytest.mark.parametrize(("chunk", "most"), [(TextChunk(Chunk("r", (1,), (False,))), 64), (LARGE, 2)])

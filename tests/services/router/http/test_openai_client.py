@@ -137,7 +137,7 @@ async def test_models_are_listed_and_found(url: str) -> None:
 
 
 async def test_aliases_are_listed_and_accepted(url: str) -> None:
-    async with served(url, aliases={"other": "demo"}) as client:
+    async with served(url, aliases=("other",)) as client:
         listed = [model.id async for model in client.models.list()]
         answer = await client.completions.create(model="other", prompt="x", temperature=0)
         with pytest.raises(NotFoundError, match="known: demo, other"):

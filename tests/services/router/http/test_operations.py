@@ -216,7 +216,7 @@ async def grpc_server(keys: ApiKeys, tls: TlsConfig) -> AsyncIterator[str]:
     server = RpcServer(ServerConfig(), server_credentials(tls))
     workers = WorkerPool(build_discovery(DiscoveryConfig("static"), None), RouterConfig(()), Peers())
     telemetry = RouterTelemetry()
-    service = GenerationService({}, workers, Dispatcher(workers, SessionMap(None), 1.0, telemetry), 1.0, telemetry)
+    service = GenerationService([], workers, Dispatcher(workers, SessionMap(None), 1.0, telemetry), 1.0, telemetry)
     add_GenerationServicer_to_server(RouterServicer(service, keys), server.aio)
     address = await server.start(["eyas.v1.Generation"])
     try:
