@@ -214,9 +214,11 @@ class ResponseWriter:
         """Yield an event for each delta. They lack what is the same in all, see `before`."""
         for delta in self.deltas(ready):
             *contents, last = self._event_contents(delta)
+            usage = {"usage": self.token_counts()} if self._counts_events else {}
             for content in contents:
-                yield self._event({"index": delta.index, **content, "logprobs": None, "finish_reason": None})
-            event = self._event(self._choice(delta, last))
+                choice = {"index": delta.index, **content, "logprobs": None, "finish_reason": None}
+                yield {"choices": [choice]} | usage
+            event = {"choices": [self._choice(delta, last)]} | usage
             yield event | self._prompt_ids([delta]) if self.body.return_token_ids else event
 
     def last_events(self) -> Iterator[dict[str, Any]]:
@@ -377,10 +379,6 @@ class ResponseWriter:
         if delta.is_first:
             deltas[0] = {"role": "assistant"} | (deltas[0] or {"content": ""})
         return [{"delta": one} for one in deltas]
-
-    def _event(self, choice: dict[str, Any]) -> dict[str, Any]:
-        """Return the event of a choice, with the usage so far if every event has it."""
-        return {"choices": [choice]} | ({"usage": self.token_counts()} if self._counts_events else {})
 
     def token_counts(self) -> dict[str, Any]:
         """Return how many tokens all choices have so far."""
