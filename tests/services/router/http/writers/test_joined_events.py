@@ -74,7 +74,7 @@ async def sent(
         write: turns the writer of a chat into that of an API.
     """
     client = Client()
-    writer = write(ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT], new_parser=new_parser))
+    writer = write(ResponseWriter(body, "cmpl-1", "demo", TOKENIZER, [PROMPT], new_parser=new_parser, created=0))
     decoders = {index: TextDecoder(TextStream(TOKENIZER), (), len(PROMPT), 0, index) for index in indices}
 
     async def work(queue: ReadyQueue) -> None:
