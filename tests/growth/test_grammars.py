@@ -10,11 +10,12 @@ from eyas.api.request import StructuredOutputs
 from eyas.api.validation import MAX_CHOICES, MAX_REGEX_LENGTH, MAX_SCHEMA_LENGTH, check_structured_outputs
 from eyas.grammar.structural_tags import structural_tag_to_lark
 from eyas.services.router.http.bodies.tools import ToolFields
-from eyas.services.router.http.tool_constraints import output_constraint
+from eyas.services.router.http.tool_constraints import ChatOutput
 from eyas.text.chat_parser import ChatFormat
 from eyas.text.json_schema import Alternatives, Definitions, properties_of
 from eyas.text.schema_keywords import known_schema
 from tests.growth.growth import Reader, check_growth, label, pairs
+from tests.support.services.http_router import TOKENIZER
 
 # Patterns of n characters. What no part of them repeats is Unicode, or random to a regular expression.
 PATTERNS: dict[str, Callable[[int], str]] = {
@@ -188,7 +189,7 @@ def constraint(form: str) -> Callable[[dict[str, Any]], object]:
         function = {"name": "f", "strict": True, "parameters": {"type": "object", **schema}}
         tools = [{"type": "function", "function": function}]
         fields = ToolFields.model_validate({"tools": tools, "tool_choice": "required"})
-        return output_constraint(fields, ChatFormat(tool_call_parser=form), False, None, lambda _: None)
+        return ChatOutput(fields, "m", ChatFormat(tool_call_parser=form), TOKENIZER, ()).constraint(None)
 
     return make
 
@@ -207,7 +208,7 @@ READERS = (
     Reader("eyas.text.schema_keywords.known_schema", translate_keywords, SCHEMAS, MAX_SCHEMA_LENGTH),
     Reader("eyas.text.json_schema.Definitions.standalone", stand_alone, SCHEMAS, MAX_SCHEMA_LENGTH),
     *(
-        Reader(f"call_constraints.output_constraint, {form}", constraint(form), SCHEMAS, 2 * MAX_SCHEMA_LENGTH)
+        Reader(f"tool_constraints.ChatOutput.constraint, {form}", constraint(form), SCHEMAS, 2 * MAX_SCHEMA_LENGTH)
         for form in ("hermes", "pythonic", "qwen3_xml")
     ),
     Reader(

@@ -66,9 +66,27 @@ class ChatOutput:
         return lambda: self._form.parser(self._prompt_end, types, self._fields.max_calls, is_forced)
 
     def constraint(self, given: StructuredOutputs | None) -> StructuredOutputs | None:
-        """Return what the output must match. given: what other fields of the request ask for."""
-        in_reasoning = self._form.begins_with_reasoning(self._prompt_end)
-        return output_constraint(self._fields, self._form, in_reasoning, given, self._is_special)
+        """Return what the output must match: a call where one is forced, calls of `strict` tools, and what is asked for.
+
+        given: what other fields of the request ask for.
+        """
+        form, fields, tools = self._form, self._fields, self._fields.called_tools
+        kind = TAG_WRITERS[form.tool_call_parser] if form.tool_call_parser else TagWriter
+        writer = kind(form, self._is_special, tools, is_parallel=fields.max_calls is None)
+        in_reasoning = form.begins_with_reasoning(self._prompt_end)
+        if tools and fields.tool_choice.mode == "required":
+            return _structured(writer.after_reasoning(writer.calls(), in_reasoning))
+        if given is not None:
+            content, has_calls = _content_format(given), bool(tools and form.tool_call_parser)
+            if content is None or not (has_calls or form.reasoning_parser) or _has_reasoning(given, form):
+                return given
+            if has_calls:
+                content = writer.content_or_calls(content)
+            whole = writer.after_reasoning(content, in_reasoning, is_content=not has_calls)
+            return replace(_structured(whole), whitespace_pattern=given.whitespace_pattern)
+        if fields.tool_choice.names or any(tool.function.strict for tool in tools):
+            return _structured(writer.after_reasoning(writer.text_or_calls(), in_reasoning))
+        return None
 
     def reasoning_budget(self, num_tokens: int | None) -> ReasoningBudget | None:
         """Return what limits the reasoning to a number of tokens.
@@ -86,6 +104,7 @@ class ChatOutput:
         return ReasoningBudget(num_tokens, end_ids, start_ids, is_open)
 
     def _is_special(self, text: str) -> bool | None:
+        """Return whether a text is a special token of the model; None if it is no token."""
         token = self._tokenizer.tokenizer.token_to_id(text)
         return None if token is None else token in self._tokenizer.special
 
@@ -94,40 +113,6 @@ class ChatOutput:
 def _warn_of_no_budget(model: str, start: str, end: str) -> None:
     """Log once that a model's reasoning cannot be limited."""
     log.warning("%s: thinking budgets are not kept: its tokenizer has no token for %s or %s", model, start, end)
-
-
-def output_constraint(
-    fields: ToolFields,
-    form: ChatFormat,
-    in_reasoning: bool,
-    given: StructuredOutputs | None,
-    is_special: Callable[[str], bool | None],
-) -> StructuredOutputs | None:
-    """Return what the output must match: a call where one is forced, calls of `strict` tools, and what is asked for.
-
-    Args:
-        fields: the tools, and the choice among them.
-        form: how the model writes calls and reasoning.
-        in_reasoning: whether the output begins inside the reasoning.
-        given: what the content must match, from other fields of the request.
-        is_special: whether a text is a special token of the model; None if it is no token.
-    """
-    tools, mode = fields.called_tools, fields.tool_choice.mode
-    kind = TAG_WRITERS[form.tool_call_parser] if form.tool_call_parser else TagWriter
-    writer = kind(form, is_special, tools, is_parallel=fields.max_calls is None)
-    if tools and mode == "required":
-        return _structured(writer.after_reasoning(writer.calls(), in_reasoning))
-    if given is not None:
-        content, has_calls = _content_format(given), bool(tools and form.tool_call_parser)
-        if content is None or not (has_calls or form.reasoning_parser) or _has_reasoning(given, form):
-            return given
-        if has_calls:
-            content = writer.content_or_calls(content)
-        whole = writer.after_reasoning(content, in_reasoning, is_content=not has_calls)
-        return replace(_structured(whole), whitespace_pattern=given.whitespace_pattern)
-    if fields.tool_choice.names or any(tool.function.strict for tool in tools):
-        return _structured(writer.after_reasoning(writer.text_or_calls(), in_reasoning))
-    return None
 
 
 def _structured(format_: Format) -> StructuredOutputs:
