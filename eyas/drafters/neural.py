@@ -37,16 +37,8 @@ from eyas.drafters.trees.growth import (
     trees_from_columns,
 )
 from eyas.drafters.trees.rows import GroupLevels, GrowthShape, Roots, RowLayout, SlotLevels, SlotRows, TreeSlots
-from eyas.drafters.trees.scoring import (
-    MaskedExpansion,
-    MaskedScorer,
-    Scorer,
-    biased_scorer,
-    chain_scorer,
-    chain_words,
-    filtered_probs_of,
-    make_scorer,
-)
+from eyas.drafters.trees.rules import RuledExpansion
+from eyas.drafters.trees.scoring import chain_scorer, chain_words, filtered_probs_of, make_scorer
 from eyas.emulation.costs import PassKind
 from eyas.emulation.device import emulated_device
 from eyas.errors import ConfigError
@@ -281,13 +273,12 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
             return [without_banned(tree, context) for tree, context in zip(trees, contexts, strict=True)]
         shape = self._shape(contexts, self._max_expanded)
         scorer = make_scorer(contexts, self._config, shape.num_steps, self.draft_ids)
-        scorer = self._ruled(scorer, contexts)
         expansion = self._expand_on_device(self._roots(contexts, states), shape)
-        masked = masked_expansion(expansion, scorer)
+        ruled = self._ruled(expansion, contexts)
         if self._static_tree:
-            candidates = grow_static(masked, scorer, self._static_tree, shape.num_steps)
+            candidates = grow_static(ruled, scorer, self._static_tree, shape.num_steps)
         else:
-            candidates = grow_dynamic(masked, scorer, shape)
+            candidates = grow_dynamic(ruled, scorer, shape)
         rows = self._rows_run(_computing(expansion))
         columns = select_nodes(candidates, [within(c.budget, self.tree) for c in contexts], self.draft_ids)
         return trees_from_columns(self._to_host(columns, rows, contexts, shape.top_k), [c.tokens[-1] for c in contexts])
@@ -302,19 +293,17 @@ class NeuralDrafter(LocalDrafter, Generic[StateT]):
         shape = self._shape(contexts, top_k=1)
         words, device = chain_words(contexts), self.draft_ids.device
         probs = filtered_probs_of(filtering([context.noise for context in contexts]), len(contexts), device)
-        scorer = self._ruled(chain_scorer(upload(words, device), probs), contexts)
         expansion = self._expand_on_device(self._roots(contexts, states, is_chain=True), shape)
-        masked = masked_expansion(expansion, scorer)
-        drawn = draw_chains(masked, scorer, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
+        ruled, scorer = self._ruled(expansion, contexts), chain_scorer(upload(words, device), probs)
+        drawn = draw_chains(ruled, scorer, shape.num_steps, self._config.proposal_top_k, self.draft_ids)
         found = self._to_host(drawn, self._rows_run(_computing(expansion)), contexts, 1)
         return chain_trees(found.tolist(), contexts, self.tree.num_draft_tokens)
 
-    def _ruled(self, scorer: Scorer, contexts: Sequence[DraftContext]) -> Scorer:
-        """Return the scorer with the biases and within the grammars of the sessions."""
-        scorer = biased_scorer(scorer, contexts, self.draft_ids)
-        if not any(context.allowed for context in contexts):
-            return scorer
-        return MaskedScorer(scorer, contexts, self.draft_ids, self._path_masks)
+    def _ruled(self, expansion: Expansion, contexts: Sequence[DraftContext]) -> Expansion:
+        """Return the expansion with the biases and within the grammars of the sessions."""
+        if not any(context.allowed or context.logit_biases for context in contexts):
+            return expansion
+        return RuledExpansion(expansion, contexts, self.draft_ids, self._path_masks)
 
     def _to_host(self, columns: Tensor, rows: Tensor | None, contexts: Sequence[DraftContext], top_k: int) -> Reals:
         """Return `columns` as an array. Copies the rows to keep together with them, so that the host waits once."""
@@ -366,11 +355,6 @@ def check_tree(tree: TreeConfig, drafter: str, vocab_size: int) -> None:
 def _computing(expansion: Expansion) -> Expansion:
     """Return the expansion that computes the logits."""
     return expansion.expansion if isinstance(expansion, EmulatedExpansion) else expansion
-
-
-def masked_expansion(expansion: Expansion, scorer: Scorer) -> Expansion:
-    """Return the expansion, whose scorer learns which nodes it scores if it has masks."""
-    return MaskedExpansion(expansion, scorer) if isinstance(scorer, MaskedScorer) else expansion
 
 
 def plan_tree_slots(

@@ -9,9 +9,9 @@ proposed, never what is emitted. Legend: S sessions, L levels, R rows per sessio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,14 +20,10 @@ from torch import Tensor
 from eyas.arrays import Ints
 from eyas.config import DraftingConfig
 from eyas.device.transfer import upload
-from eyas.drafters.base import DraftContext, Path, PathMasks
-from eyas.grammar.compiler import TokenBits
+from eyas.drafters.base import DraftContext
 from eyas.kernels.arguments import ProbsFunction, Ranked
 from eyas.kernels.by_device import drafting_kernels
 from eyas.kernels.probabilities import Filters, filtered_probs
-
-if TYPE_CHECKING:
-    from eyas.drafters.trees.growth import Expansion
 
 # "plain": no session shares its noise; "noised": some do; "filtered": some of these have filters too.
 ScorerKind = Literal["plain", "noised", "filtered"]
@@ -94,104 +90,6 @@ def perturbed_scorer(words: Tensor, levels: int, draft_ids: Tensor, kind: Scorer
     noise = None if kind == "plain" else drafting_kernels(draft_ids).shared_noise(words, draft_ids, levels)
     used = probs if kind == "filtered" else None
     return lambda logits, level: LevelLogits(logits, words, noise, level, used)
-
-
-def biased_scorer(scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor) -> Scorer:
-    """Return a scorer that adds to the logits what the target will add to its own, see Commit.logit_biases."""
-    rows = [row for row, context in enumerate(contexts) if context.logit_biases]
-    if not rows:
-        return scorer
-    cells = [(row, b.token, b.num_levels, b.bias) for row in rows for b in contexts[row].logit_biases]
-    sessions, tokens, levels, biases = (np.array(column) for column in zip(*cells, strict=True))
-    num_columns = int(tokens.max()) + 2  # the last is of all tokens beyond, which have no bias
-    columns = draft_ids.clamp(max=num_columns - 1)
-
-    def scores(logits: Tensor, level: int) -> LevelLogits:
-        # added [S, columns]: the bias of each token at this level; other draft ids read the last column, 0.
-        applies = levels > level
-        added = torch.zeros(len(contexts), num_columns, device=logits.device)
-        where = upload(sessions[applies], logits.device), upload(tokens[applies], logits.device)
-        added.index_put_(where, upload(biases[applies], logits.device).float(), accumulate=True)
-        return scorer(logits + added[:, None, columns], level)
-
-    return scores
-
-
-class MaskedScorer:
-    """A Scorer that gives tokens which the sessions' grammars do not allow a logit of minus infinity.
-
-    A node whose mask is not known, or allows nothing of the draft vocabulary, is left as it is.
-
-    Args:
-        path_masks: of the nodes below the roots, whose own masks the contexts have; None if they are not known.
-    """
-
-    def __init__(
-        self, scorer: Scorer, contexts: Sequence[DraftContext], draft_ids: Tensor, path_masks: PathMasks | None
-    ) -> None:
-        self._scorer, self._contexts, self._path_masks = scorer, contexts, path_masks
-        # Bit id & 7 of byte id >> 3 says whether the grammar allows a token.
-        self._draft_ids, self._bytes = draft_ids, draft_ids >> 3
-        self._flags = (1 << (draft_ids & 7)).to(torch.uint8)
-        self._paths: list[list[Path]] = [[()] for _ in contexts]
-        self._width = 1
-        roots = {c.session: [np.frombuffer(c.allowed, dtype=np.uint8)] for c in contexts if c.allowed}
-        self._wait: Callable[[], Mapping[str, Sequence[TokenBits | None]]] = lambda: roots
-
-    def expand(self, parents: Tensor, tokens: Tensor) -> None:
-        """Start to compute the masks of a frontier, see Expansion.next. Waits for the device, for the frontier's tokens."""
-        if self._path_masks is None:
-            self._wait = dict
-            return
-        rows, ids = parents.tolist(), self._draft_ids[tokens].tolist()
-        self._paths = [
-            [(*above[row], token) for row, token in zip(own_rows, own_ids, strict=True)]
-            for above, own_rows, own_ids in zip(self._paths, rows, ids, strict=True)
-        ]
-        asked = {c.session: own for c, own in zip(self._contexts, self._paths, strict=True) if c.allowed}
-        self._wait, self._width = self._path_masks(asked), tokens.shape[1]
-
-    def __call__(self, logits: Tensor, level: int) -> LevelLogits:
-        found = self._wait()
-        masks = {
-            session * self._width + place: bits
-            for session, context in enumerate(self._contexts)
-            for place, bits in enumerate(found.get(context.session, ()))
-            if bits is not None
-        }
-        return self._scorer(self._masked(logits, masks) if masks else logits, level)
-
-    def _masked(self, logits: Tensor, masks: Mapping[int, TokenBits]) -> Tensor:
-        """Return logits [S, R, D] as [S, W, D] with masks of some of these rows."""
-        bits = upload(np.stack(list(masks.values())), logits.device)
-        banned = (bits[:, self._bytes] & self._flags) == 0
-        # A mask that bans the whole draft vocabulary would leave no scores: it is dropped.
-        banned &= ~banned.all(-1, keepdim=True)
-        logits = logits.expand(-1, self._width, -1)
-        if len(masks) == len(logits) * self._width:
-            return logits.masked_fill(banned.view_as(logits), -torch.inf)
-        flat, index = logits.flatten(0, 1), upload(list(masks), logits.device)
-        return flat.index_copy(0, index, flat[index].masked_fill_(banned, -torch.inf)).view_as(logits)
-
-
-class MaskedExpansion:
-    """An Expansion that names the coming nodes to the scorer; their masks are computed while the draft model runs.
-
-    Args:
-        scorer: of the growth.
-    """
-
-    def __init__(self, expansion: Expansion, scorer: MaskedScorer) -> None:
-        self._expansion, self._scorer = expansion, scorer
-
-    def first(self) -> Tensor:
-        """See Expansion."""
-        return self._expansion.first()
-
-    def next(self, level: int, parents: Tensor, tokens: Tensor) -> Tensor:
-        """See Expansion."""
-        self._scorer.expand(parents, tokens)
-        return self._expansion.next(level, parents, tokens)
 
 
 def chain_scorer(words: Tensor, probs: ProbsFunction) -> Scorer:
