@@ -22,6 +22,7 @@ from eyas.drafters.base import (
     DraftWork,
     LocalDrafter,
     Path,
+    PathMasks,
     within,
 )
 from eyas.drafters.eagle import EagleDrafter
@@ -71,6 +72,9 @@ class DraftAheadDrafter(LocalDrafter):
     @property
     def work(self) -> DraftWork:
         return self.drafter.work
+
+    def use_path_masks(self, path_masks: PathMasks) -> None:
+        self.drafter.use_path_masks(path_masks)  # for sampled chains: prepared trees are cut at the root's mask alone
 
     def warm_up(self) -> None:
         self.drafter.warm_up()

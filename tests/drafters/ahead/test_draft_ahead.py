@@ -1,6 +1,6 @@
 """Drafting ahead: trees grown before the root is known are cut at the committed path and leave no trace in later trees."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -289,6 +289,19 @@ def test_a_session_whose_trees_are_drawn_is_not_grown_ahead(tiny_target: str, ti
     assert isinstance(drawn, DraftTree)
     assert drawn.num_drafted
     assert not drafter.draft_ahead()
+
+
+def test_sampled_chains_ask_for_the_masks_of_grammars(tiny_target: str, tiny_head: str) -> None:
+    asked: list[str] = []
+    drafter = DraftAheadDrafter(make(tiny_target, tiny_head), AHEAD)
+
+    def path_masks(paths: Mapping[str, object]) -> Callable[[], dict[str, list[None]]]:
+        asked.extend(paths)
+        return dict
+
+    drafter.use_path_masks(path_masks)
+    drafter.propose([session("a", 9, NOISES[1])._replace(proposal="sampled", allowed=b"\xff" * 6)])
+    assert asked == ["a"] * (SHAPE.num_steps - 1)
 
 
 def test_a_combined_drafter_drafts_ahead_like_its_parts(tiny_target: str, tiny_head: str) -> None:
