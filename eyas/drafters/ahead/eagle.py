@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,21 +35,35 @@ MAX_GROWN_NODES = 1024
 NUM_GROWN_SLOTS = 2**14
 
 
+@dataclass
+class AheadTree:
+    """The tree of a session.
+
+    Attributes:
+        context: the commit below which it grows.
+        num_passes: since then.
+        has_ended: whether it has all that it may have until the next commit.
+        has_changed: whether it differs from what was sent.
+    """
+
+    tree: GrownTree
+    context: DraftContext
+    num_passes: int = 0
+    has_ended: bool = False
+    has_changed: bool = False
+
+
 class AheadTrees:
     """Trees of an EAGLE drafter that grow from round to round."""
 
     def __init__(self, drafter: EagleDrafter, config: DraftAheadConfig) -> None:
         self._drafter, self._config = drafter, config
         self._draft_ids: Ints = drafter.draft_ids.cpu().numpy()
-        self.grown: dict[str, GrownTree] = {}
+        self.grown: dict[str, AheadTree] = {}
         assert drafter.num_grown_slots, "its trees have no slots to grow in"
         self.pool = SlotAllocator(drafter.num_grown_slots)
-        self._contexts: dict[str, DraftContext] = {}
-        self._num_passes: dict[str, int] = {}  # by session, since its last commit
-        self._ended: set[str] = set()  # sessions whose trees have all that they may have until the next commit
         self._running: list[tuple[str, GrownTree, GrownRows]] = []
         self._found: FoundRows | None = None
-        self._changed: dict[str, None] = {}
         tree_kernels()  # compiled now, not while sessions wait
 
     def commit(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[Draft]:
@@ -59,9 +74,9 @@ class AheadTrees:
         """
         self.collect()
         for context, path in zip(contexts, paths, strict=True):
-            tree = self.grown.get(context.session)
-            if tree and path and (root := tree.find(path)):
-                tree.move_root(root)
+            own = self.grown.get(context.session)
+            if own and path and (root := own.tree.find(path)):
+                own.tree.move_root(root)
             else:
                 self.release([context.session])
         drafts = self._drafter.propose([context._replace(budget=NO_TREE) for context in contexts])
@@ -80,25 +95,23 @@ class AheadTrees:
         ids, scores = download(best.ids, best.scores)
         candidates = self._draft_ids[ids.astype(np.int64)]
         for row, context in enumerate(contexts):
-            tree, found = self.grown.get(context.session), (states[row], candidates[row], scores[row])
-            if tree:
-                tree.set_root(*found)
+            own, found = self.grown.get(context.session), (states[row], candidates[row], scores[row])
+            if own is None:
+                self.grown[context.session] = AheadTree(GrownTree(context.tokens[-1], *found, self.pool), context)
             else:
-                self.grown[context.session] = GrownTree(context.tokens[-1], *found, self.pool)
-            self._contexts[context.session] = context
-            self._num_passes[context.session] = 0
-            self._ended.discard(context.session)
+                own.tree.set_root(*found)
+                own.context, own.num_passes, own.has_ended = context, 0, False
 
     def step(self) -> bool:
         """Launch a pass over all trees that can grow. Returns whether there was one."""
-        self._run([name for name in self.grown if name not in self._ended and self._drafter.can_grow(name)])
+        self._run([name for name, own in self.grown.items() if not own.has_ended and self._drafter.can_grow(name)])
         return bool(self._running)
 
     def _run(self, names: Sequence[str]) -> None:
         """Launch a pass over trees of sessions."""
         self._running = []
         if planned := self.plan(names):
-            contexts = [self._contexts[name] for name in planned]
+            contexts = [self.grown[name].context for name in planned]
             device = self._drafter.device
             repairs = any(rows.nodes.min() < len(tree.tokens) for _, tree, rows in self._running)
             with device.labelled("repair") if device and device.label and repairs else nullcontext():
@@ -113,7 +126,7 @@ class AheadTrees:
             return {}
         count = min(self._config.top_k, max(MAX_USEFUL // len(names), MIN_USEFUL))
         limits, planned = (count, self._config.num_steps, self._max_nodes), dict[str, GrownRows]()
-        useful = {name: self.grown[name].useful(*limits) for name in names}
+        useful = {name: self.grown[name].tree.useful(*limits) for name in names}
         counts = {name: len(chosen) for name, (chosen, _) in useful.items()}
         worth = np.concatenate([worth for _, worth in useful.values()])
         order = np.argsort(-worth, kind="stable")
@@ -123,15 +136,15 @@ class AheadTrees:
             ends = np.cumsum(list(counts.values()))
             counts = dict(zip(names, np.diff(np.append(0, np.cumsum(kept)[ends - 1])).tolist(), strict=True))
         for name, (chosen, _) in useful.items():
-            tree = self.grown[name]
-            if rows := tree.take_rows(chosen[: counts[name]]):
+            own = self.grown[name]
+            if rows := own.tree.take_rows(chosen[: counts[name]]):
                 planned[name] = rows
-                self._running.append((name, tree, rows))
+                self._running.append((name, own.tree, rows))
             elif not len(chosen) or counts[name]:
-                self._ended.add(name)
-                self._changed |= {} if _sends(self._num_passes[name]) else {name: None}
+                own.has_ended = True
+                own.has_changed = own.has_changed or not _sends(own.num_passes)
                 continue
-            self._num_passes[name] += 1
+            own.num_passes += 1
         return planned
 
     @property
@@ -151,33 +164,32 @@ class AheadTrees:
         candidates = self._draft_ids[ids.astype(np.int64)]
         while self._running:
             name, tree, rows = self._running.pop(0)
-            own, end = slice(end, end + len(rows.tokens)), end + len(rows.tokens)
-            if self.grown.get(name) is tree:
-                tree.apply(rows, found.states[own], candidates[own], scores[own], self._max_nodes)
-                self._changed[name] = None
+            part, end = slice(end, end + len(rows.tokens)), end + len(rows.tokens)
+            own = self.grown.get(name)
+            if own and own.tree is tree:
+                tree.apply(rows, found.states[part], candidates[part], scores[part], self._max_nodes)
+                own.has_changed = True
             else:
                 tree.give_up(rows)
 
     def take_prepared(self) -> list[PreparedTree]:
         """Return the trees that have changed, after some of the passes: a later tree replaces an earlier one."""
-        names = [name for name in self._changed if name in self._ended or _sends(self._num_passes[name])]
-        self._changed = {name: None for name in self._changed if name not in names}
+        changed = [own for own in self.grown.values() if own.has_changed and (own.has_ended or _sends(own.num_passes))]
+        for own in changed:
+            own.has_changed = False
         count = MAX_PREPARED_NODES // max(len(self.grown), 1)
         if count < MIN_PREPARED_NODES:
             return []
-        budget, found = TreeBudget(min(count, PreparedTree.MAX_NODES), self._config.num_steps), list[PreparedTree]()
-        for name in names:
-            context, tree = self._contexts[name], self.grown[name].below((), budget)
-            if tree:
-                found.append(PreparedTree(name, context.epoch, context.committed_length, tree))
-        return found
+        budget = TreeBudget(min(count, PreparedTree.MAX_NODES), self._config.num_steps)
+        pairs = [(own.context, own.tree.below((), budget)) for own in changed]
+        return [PreparedTree(c.session, c.epoch, c.committed_length, tree) for c, tree in pairs if tree]
 
     def trees(self, contexts: Sequence[DraftContext], paths: Sequence[Path]) -> list[DraftTree | None]:
         """Cut trees below paths of target tokens since `begin`, within the contexts' budgets; None where none has grown."""
         found = list[DraftTree | None]()
         for context, path in zip(contexts, paths, strict=True):
-            tree = self.grown.get(context.session)
-            below = tree.below(path, context.budget) if tree else None
+            own = self.grown.get(context.session)
+            below = own.tree.below(path, context.budget) if own else None
             found.append(without_banned(below, context) if below else None)
         return found
 
@@ -205,17 +217,15 @@ class AheadTrees:
                 break
             self.collect()
         budgets = [within(context.budget, self._drafter.tree) for context in contexts]
-        cut = [self.grown[c.session].below((), own, grown_ahead=False) for c, own in zip(contexts, budgets, strict=True)]
+        trees = [self.grown[context.session].tree for context in contexts]
+        cut = [tree.below((), own, grown_ahead=False) for tree, own in zip(trees, budgets, strict=True)]
         return [tree or DraftTree.root_only(c.tokens[-1]) for c, tree in zip(contexts, cut, strict=True)]
 
     def release(self, sessions: Sequence[str]) -> None:
         """Forget sessions; unknown ones are ignored."""
         for name in sessions:
-            if tree := self.grown.pop(name, None):
-                tree.release()
-            for known in (self._contexts, self._num_passes, self._changed):
-                known.pop(name, None)
-            self._ended.discard(name)
+            if own := self.grown.pop(name, None):
+                own.tree.release()
 
 
 def _sends(number: int) -> bool:

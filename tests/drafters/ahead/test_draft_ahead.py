@@ -333,7 +333,7 @@ def test_a_sampled_proposal_is_never_taken_from_a_grown_tree(tiny_target: str, t
 def test_a_node_has_no_more_children_than_the_head_knows(tiny_target: str, tiny_head: str) -> None:
     drafter = DraftAheadDrafter(make(tiny_target, tiny_head), replace(AHEAD, num_candidates=4000))
     assert drafter.propose([session("a", 9, NOISES[1])])
-    assert drafter.ahead.grown["a"].candidates.shape[1] == len(drafter.drafter.draft_ids)
+    assert drafter.ahead.grown["a"].tree.candidates.shape[1] == len(drafter.drafter.draft_ids)
 
 
 def last_of(drafter: LocalDrafter, contexts: Sequence[Commit[torch.Tensor]]) -> list[DraftTree]:

@@ -37,7 +37,7 @@ def test_evicted_sessions_keep_no_slots_of_trees_ahead(tiny_target: str, tiny_he
     assert list(held) == ["a"]
     last_of(drafter, [session("b", 40)])
     assert "a" not in held, "b's commit has evicted a"
-    assert drafter.ahead.pool.num_free == 256 - len(held["b"].slots)
+    assert drafter.ahead.pool.num_free == 256 - len(held["b"].tree.slots)
     work(drafter)
     assert list(held) == ["b"]
     (answer,) = drafter.propose([going_on(first, likeliest(tree))])

@@ -94,7 +94,7 @@ def test_a_prepared_tree_is_cut_to_the_limit_of_nodes(
     last_of(drafter, [session("a", 9)])
     work(drafter)
     (prepared,) = drafter.take_prepared()
-    assert len(drafter.ahead.grown["a"].tokens) > 12
+    assert len(drafter.ahead.grown["a"].tree.tokens) > 12
     assert len(prepared.tree.tokens) == 12
 
 
@@ -115,7 +115,7 @@ def test_a_pass_ahead_that_fails_keeps_no_slots(
     ahead.pool.check_owners([])
     last_of(drafter, [first])
     work(drafter)
-    ahead.pool.check_owners([tree.slots for tree in ahead.grown.values()])
+    ahead.pool.check_owners([own.tree.slots for own in ahead.grown.values()])
 
 
 @pytest.mark.parametrize("step", [0.0, 0.25], ids=["distinct", "ties"])
@@ -166,7 +166,7 @@ def test_sessions_share_the_rows_of_a_pass_by_worth(
     drafter, names = growing(tiny_target, tiny_head), ["a", "b", "c"]
     ahead = drafter.ahead
     monkeypatch.setattr(eagle_ahead, "MAX_ROWS", 20)
-    worth = {name: np.sort(ahead.grown[name].useful(24, 7, 99)[1])[::-1] for name in names}
+    worth = {name: np.sort(ahead.grown[name].tree.useful(24, 7, 99)[1])[::-1] for name in names}
     planned = ahead.plan(names)
     counts = {name: len(planned[name].tokens) if name in planned else 0 for name in names}
     assert sum(counts.values()) == 20
