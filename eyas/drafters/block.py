@@ -147,12 +147,10 @@ class BlockDrafter(NeuralDrafter[None]):
         return head.drafted_rows(states.view(len(tokens), size, -1))
 
     def _expand(self, roots: Roots, shape: GrowthShape) -> Expansion:
-        return self._expansion(block_states(self._head, self._kv, roots)[:, : shape.num_steps], roots.tokens)
-
-    def _expansion(self, states: Tensor, roots: Tensor) -> Expansion:
+        states = block_states(self._head, self._kv, roots)[:, : shape.num_steps]
         if self._head.is_independent:
             return IndependentExpansion(self._head.backbone_logits(states))
-        return ConditionalExpansion(self._head, states, roots)
+        return ConditionalExpansion(self._head, states, roots.tokens)
 
 
 def block_states(head: BlockHead, kv: KVCache, roots: Roots) -> Tensor:

@@ -26,7 +26,6 @@ from eyas.config import DraftingConfig, TreeConfig
 from eyas.device.transfer import upload
 from eyas.drafters.base import Draft, DraftContext, LocalDrafter, allowed_bits, bans_of, limits_of, within
 from eyas.drafters.sessions import MemoryLedger, MemoryT
-from eyas.drafters.trees.growth import forest_trees
 from eyas.kernels.arguments import MIN_TEMPERATURE
 from eyas.kernels.noise import exponential_noise_at
 from eyas.kernels.plain.trees import first_of_groups
@@ -259,9 +258,18 @@ def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequenc
     limits, depths = limits_of(budgets)
     rounded = scores.astype(np.float32)
     places = np.flatnonzero((trie.depths < depths[trie.sessions]) & np.isfinite(rounded))
-    chosen = np.zeros(len(scores), np.bool_)
-    chosen[places[first_of_groups(trie.sessions[places], limits, -rounded[places])]] = True
-    return forest_trees(trie.sessions, trie.parents, trie.tokens, rounded.astype(np.float64), chosen, roots)
+    chosen = np.sort(places[first_of_groups(trie.sessions[places], limits, -rounded[places])])
+    chosen = chosen[np.argsort(trie.sessions[chosen], kind="stable")]
+    sessions = trie.sessions[chosen]
+    ends = np.searchsorted(sessions, np.arange(len(roots) + 1))
+    # Node numbers within each session, from 1: the place among the session's chosen nodes. The last, 0, is of the root.
+    numbers = np.zeros(len(scores) + 1, np.int64)
+    numbers[chosen] = np.arange(len(chosen)) - ends[sessions] + 1
+    above = np.maximum(trie.parents[chosen], -1)
+    assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
+    nodes = np.zeros((3, len(roots), int(np.diff(ends).max(initial=0))))
+    nodes[:, sessions, numbers[chosen] - 1] = trie.tokens[chosen], numbers[above], rounded[chosen]
+    return DraftTrees.below(roots, nodes[0], nodes[1], nodes[2], np.diff(ends))
 
 
 def perturbed_log_shares(trie: Trie, contexts: Sequence[DraftContext], config: DraftingConfig) -> Reals:

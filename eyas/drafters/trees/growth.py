@@ -2,8 +2,7 @@
 
 Dynamic trees are those of EAGLE-2 (Li et al. 2024, section 4); fixed shapes those of EAGLE (Li et al. 2024) and Medusa
 (Cai et al. 2024). Candidates are numbered level by level from 1; 0 is the root. Scores are cumulative float32
-log-probabilities. Legend: S sessions, W nodes expanded at a level, D draft vocabulary, P candidates, N nodes selected,
-K nodes of all sessions together.
+log-probabilities. Legend: S sessions, W nodes expanded at a level, D draft vocabulary, P candidates, N nodes selected.
 
     top_k 2, num_steps 2:         root                 tokens   [a  b  c  d  e  f]
                                  /    \\                parents  [0  0  1  1  2  2]
@@ -22,11 +21,10 @@ from itertools import accumulate, pairwise, takewhile
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from eyas.arrays import Ints, Reals
+from eyas.arrays import Reals
 from eyas.config import TreeChoices, TreeConfig
 from eyas.device.transfer import upload
 from eyas.drafters.base import DraftContext, limits_of
@@ -340,29 +338,3 @@ def _chain(root: int, rows: Sequence[Sequence[float]]) -> DraftTree:
 def _draft_probs(ids: Sequence[float], probs: Sequence[float]) -> DraftProbs:
     possible = [(int(token), prob) for token, prob in zip(ids, probs, strict=True) if prob > 0]
     return DraftProbs(tuple(token for token, _ in possible), tuple(prob for _, prob in possible))
-
-
-def forest_trees(
-    sessions: Ints, parents: Ints, tokens: Ints, scores: Reals, chosen: npt.NDArray[np.bool_], roots: Sequence[int]
-) -> DraftTrees:
-    """Return, for each of the S sessions, the tree of its chosen nodes below its root.
-
-    Args:
-        sessions, tokens: of each node, all sessions together; in each session parents come before children; all [K].
-        parents: places in these arrays, below 0 for the session's root [K].
-        scores: cumulative [K].
-        chosen: which nodes to take, all with their parents [K].
-        roots: token of each session's root.
-    """
-    places = np.flatnonzero(chosen)
-    places = places[np.argsort(sessions[places], kind="stable")]
-    of_places = sessions[places]
-    ends = np.searchsorted(of_places, np.arange(len(roots) + 1))
-    numbers = np.zeros(len(chosen) + 1, np.int64)
-    # Node numbers within each session, from 1: the place among the session's chosen nodes.
-    numbers[places] = np.arange(len(places)) - ends[of_places] + 1
-    above = np.maximum(parents[places], -1)
-    assert ((above < 0) | (numbers[above] > 0)).all(), "a node was chosen without its parent"
-    nodes = np.zeros((3, len(roots), int(np.diff(ends).max(initial=0))))
-    nodes[:, of_places, numbers[places] - 1] = tokens[places], numbers[above], scores[places]
-    return DraftTrees.below(roots, nodes[0], nodes[1], nodes[2], np.diff(ends))
