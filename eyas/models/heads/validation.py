@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.resources import files
 from math import sqrt
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -41,6 +43,9 @@ NUM_LIKELIEST = 64
 BLOCK_STEP = 4
 # Standard errors that a difference must exceed to count.
 SIGNIFICANT = 3.0
+
+# The first and the second guesses on a window.
+Guesses: TypeAlias = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ def validate_head(
             outputs = ["state", "normed", "bare"] if kind == "eagle3" else ["state", "bare"]
     else:
         fuser, wirings = FeatureFuser(loaded.config.hidden), [stated]
-    return _try_wirings(target, target_checkpoint, loaded, fuser.to(target.dtype), wirings, outputs)
+    return _try_wirings(target, target_checkpoint, wirings, outputs, partial(_guess, loaded, fuser.to(target.dtype)))
 
 
 @torch.inference_mode()
@@ -172,22 +177,31 @@ def validate_mtp_head(
     num_layers = int(target.config.num_hidden_layers)
     features = [stated.aux_hidden_state_layers, (FINAL_NORM_OUTPUT,), (num_layers,)]
     wirings = [replace(stated, aux_hidden_state_layers=layers) for layers in dict.fromkeys(features)]
-    return _try_wirings(target, target_checkpoint, loaded, FeatureFuser(loaded.config.hidden), wirings, ["state", "normed"])
+    guess = partial(_guess, loaded, FeatureFuser(loaded.config.hidden))
+    return _try_wirings(target, target_checkpoint, wirings, ["state", "normed"], guess)
 
 
 def _try_wirings(
     target: TargetModel,
     target_checkpoint: CheckpointSource,
-    head: EagleHead | MtpHead,
-    fuser: FeatureFuser,
     wirings: Sequence[HeadWiring],
     outputs: Sequence[Output],
+    guess: Callable[[HeadWiring, Window], Guesses],
+    block_size: int = 0,
 ) -> WiringReport:
-    """Score wirings, the stated one first, and then the best of them with other outputs."""
+    """Score wirings, the stated one first, and then the best of them with other outputs.
+
+    Args:
+        guess: returns a head's guesses on a window.
+        block_size: of a block head, which guesses in windows that are longer.
+    """
     windows = observe(target, target_checkpoint, sorted({layer for w in wirings for layer in w.aux_hidden_state_layers}))
+    windows = [window for window in windows if not block_size or len(window.tokens) > block_size + 1]
 
     def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
-        return _score(head, fuser, wiring, windows)
+        guesses = [guess(wiring, window) for window in windows]
+        first, second = (torch.cat([window[step] for window in guesses]) for step in (0, 1))
+        return WiringScore(wiring, float(first[:, 0].mean()), float(second[:, 0].mean()), torch.cat([first, second])[:, 1])
 
     scores = [score(wirings[0], windows)]
     scores += compared(scores[0], wirings[1:], windows, score)
@@ -195,8 +209,9 @@ def _try_wirings(
     best = _top(scores)
     others = [replace(best.wiring, output=output) for output in outputs if output != best.wiring.output]
     scores += compared(best, others, windows, score)
-    tops = torch.cat([window.tops[1:] for window in windows])
-    return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(tops))
+    tops = torch.cat([window.tops if block_size else window.tops[1:] for window in windows])
+    num_guesses = len(scores[0].overlaps) // 2 if block_size else len(tops)
+    return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), num_guesses, bool(block_size))
 
 
 @torch.inference_mode()
@@ -216,17 +231,7 @@ def validate_block_head(
         if from_anchor or loaded.config.block_size > 1
         for layers in _shifted(stated.aux_hidden_state_layers, int(target.config.num_hidden_layers))
     ]
-    windows = observe(target, target_checkpoint, sorted({layer for w in wirings for layer in w.aux_hidden_state_layers}))
-    windows = [window for window in windows if len(window.tokens) > loaded.config.block_size + 1]
-
-    def score(wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
-        loaded.config = replace(loaded.config, wiring=wiring)
-        return _wiring_score(wiring, [_guess_blocks(loaded, window) for window in windows])
-
-    scores = [score(wirings[0], windows)]
-    scores += compared(scores[0], wirings[1:], windows, score)
-    tops = torch.cat([window.tops for window in windows])
-    return WiringReport(tuple(scores), float(tops.bincount().max()) / len(tops), len(scores[0].overlaps) // 2, is_block=True)
+    return _try_wirings(target, target_checkpoint, wirings, (), partial(_guess_blocks, loaded), loaded.config.block_size)
 
 
 def _top(scores: Sequence[WiringScore]) -> WiringScore:
@@ -247,10 +252,11 @@ def compared(
     return [one if sample.clearly_beats(one) else score(one.wiring, windows) for one in tried]
 
 
-def _guess_blocks(head: BlockHead, window: Window) -> tuple[Tensor, Tensor]:
+def _guess_blocks(head: BlockHead, wiring: HeadWiring, window: Window) -> Guesses:
     """Return the first and second guesses of the window's blocks, [A, 2] each, see `_guess`; the first twice if a block has
     one.
     """
+    head.config = replace(head.config, wiring=wiring)
     c, tokens = head.config, window.tokens[None]
     anchors = torch.arange(1, len(window.tokens) - c.block_size, BLOCK_STEP, device=tokens.device)
     states = torch.cat([window.hidden_states[layer] for layer in c.aux_hidden_state_layers], -1)
@@ -352,28 +358,14 @@ def _observe(target: TargetModel, tokens: list[int], layers: Sequence[int]) -> W
     )
 
 
-def _score(head: EagleHead | MtpHead, fuser: FeatureFuser, wiring: HeadWiring, windows: Sequence[Window]) -> WiringScore:
-    stated = head.wiring
-    head.wiring = wiring
-    try:
-        guesses = [_guess(head, fuser, wiring, window) for window in windows]
-    finally:
-        head.wiring = stated
-    return _wiring_score(wiring, guesses)
-
-
-def _wiring_score(wiring: HeadWiring, guesses: Sequence[tuple[Tensor, Tensor]]) -> WiringScore:
-    first, second = (torch.cat([window[step] for window in guesses]) for step in (0, 1))
-    return WiringScore(wiring, float(first[:, 0].mean()), float(second[:, 0].mean()), torch.cat([first, second])[:, 1])
-
-
-def _guess(head: EagleHead | MtpHead, fuser: FeatureFuser, wiring: HeadWiring, window: Window) -> tuple[Tensor, Tensor]:
+def _guess(head: EagleHead | MtpHead, fuser: FeatureFuser, wiring: HeadWiring, window: Window) -> Guesses:
     """Return the first guesses [T - 1, 2] and second ones [T - 2, 2]: whether the likeliest token was the target's, and the
     overlap.
 
     The tokens in between are the text's. A second guess continues from the head's own state of the first; that of P-EAGLE is
     made by a mask row.
     """
+    head.wiring = wiring
     states = torch.cat([window.hidden_states[layer] for layer in wiring.aux_hidden_state_layers], -1)
     # Pairs are (feature i, token i + 1), as EAGLE was trained: the last feature has no token yet.
     slots = _WindowSlots(head, window.tokens.cpu().numpy())
