@@ -241,22 +241,17 @@ def _shard_decoder(decoder: Any, device: torch.device) -> None:
     fully_shard(decoder, mesh=mesh)
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """Return which positions each one sees: earlier ones of its document, and itself; bool [N, L, L]."""
-    length = documents.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return causal & (documents[:, :, None] == documents[:, None])
-
-
 def additive_document_mask(documents: Tensor) -> Tensor:
-    """Return `document_mask` as 0 and minus infinity, [N, 1, L, L]: in autocast's dtype where that is on, else float32.
+    """Return 0 where a position sees another, an earlier one of its document or itself, else minus infinity, [N, 1, L, L]:
+    in autocast's dtype where that is on, else float32.
 
     A head's layers and steps share it, also in what they keep for the backward pass; each would convert a bool mask.
     """
     place = documents.device.type
     dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else torch.float32
     mask = torch.zeros((), dtype=dtype, device=documents.device)
-    return torch.where(document_mask(documents)[:, None], mask, -torch.inf)
+    seen = (documents[:, :, None] == documents[:, None]).tril()
+    return torch.where(seen[:, None], mask, -torch.inf)
 
 
 @dataclass(frozen=True)
