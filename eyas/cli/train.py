@@ -196,7 +196,7 @@ def features(out: Out, config: ConfigFile = None, assignments: Assignments = [])
         shown.show(f"reading embedding and output layer of {settings.model}")
         target = load_target_weights(settings.model)
         windows = Windows(Path(settings.data.path), settings.data.max_length)
-        layers: tuple[int, ...] = build_trainee(settings, target, windows).aux_hidden_state_layers  # type: ignore[assignment]
+        layers = build_trainee(settings, target, windows).aux_hidden_state_layers
         needed = features_bytes(windows, len(layers), target.hidden)
         shown.print(f"{len(windows)} windows of {windows.max_length} tokens take {needed / 2**30:.2f} GiB")
         shown.show(f"loading {settings.model}")

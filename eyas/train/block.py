@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from eyas.errors import ConfigError
 from eyas.models.heads.block import BlockHead, block_tensors, load_block_head, new_block_head, write_block_head
@@ -37,14 +37,14 @@ from eyas.train.losses import (
     weighted_sum,
 )
 from eyas.train.start import Samples, low_rank, solve
+from eyas.train.trainee import Metrics, Trainee
 from eyas.train.windows import Batch
 
-Metrics = dict[str, Tensor]
 # Of the length of the target's states, for the backbone's at the start: the Markov head knows more then.
 SMALL = 0.4
 
 
-class BlockTrainer(nn.Module):
+class BlockTrainer(Trainee):
     """A block head and its loss.
 
     Args:
@@ -52,12 +52,10 @@ class BlockTrainer(nn.Module):
     """
 
     def __init__(self, head: BlockHead, lm_head: Tensor, config: LossConfig) -> None:
-        super().__init__()
-        self.head, self.config = head, config
-        self.register_buffer("teacher", lm_head[head.draft_ids].contiguous(), persistent=False)
+        super().__init__(config, lm_head[head.draft_ids])
+        self.head = head
         self.register_buffer("input_scales", torch.ones(head.fc.in_features))
         self.input_scales: Tensor
-        self.teacher: Tensor
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -82,26 +80,20 @@ class BlockTrainer(nn.Module):
         sure = self.head.confidence_logits(rows.detach(), previous).flatten(0, 1) if c.confidence else None
         return self.metrics(total, found.flatten(0, 1), valid.flatten(0, 1), sure)
 
-    @property
-    def _needed(self) -> tuple[int, ...]:
-        """Columns of `row_losses` that are needed besides the loss."""
-        needs_overlap = self.head.config.confidence and self.config.confidence_target == "rejection"
-        return (CROSS_ENTROPY,) * (self.config.loss_decay == "dpace") + (OVERLAP,) * needs_overlap
-
     def _losses(
         self, rows: Tensor, previous: Tensor, final: Tensor, valid: Tensor, loss_type: LossType
     ) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of rows [N, A, G, H], weighted by depth, and all that `row_losses` finds."""
-        needed = self._needed
+        needs_overlap = self.head.config.confidence and self.config.confidence_target == "rejection"
+        needed = (CROSS_ENTROPY,) * (self.config.loss_decay == "dpace") + (OVERLAP,) * needs_overlap
 
         # The Markov head's table has a row for each token of the target: its gradient is taken once, for all chunks.
         has_markov = self.head.markov_head is not None
         given = self.head.latents(rows, previous) if has_markov else previous
 
         def losses(rows: Tensor, given: Tensor, final: Tensor) -> Tensor:
-            teacher = F.linear(final, self.teacher.to(final.dtype))
             logits = (self.head.markov_logits if has_markov else self.head.block_logits)(rows, given)
-            return row_losses(logits, teacher, loss_type, needed)
+            return row_losses(logits, self.teacher_logits(final), loss_type, needed)
 
         def weigh(found: Tensor, valid: Tensor) -> Tensor:
             return depth_weights(self.config, found[..., CROSS_ENTROPY], valid)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from eyas.config.file_values import get_setting
 from eyas.errors import ConfigError
@@ -35,19 +35,20 @@ from eyas.models.heads.eagle_config import (
 from eyas.models.heads.fusers import LinearFuser
 from eyas.models.heads.layers import DraftLayer, draft_ids_of, stored_vocabulary
 from eyas.models.hidden_states import FINAL_NORM_OUTPUT
-from eyas.train.block import Metrics, fixed_sizes, mask_token_id
+from eyas.train.block import fixed_sizes, mask_token_id
 from eyas.train.config import LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.draft_vocabulary import BY_COVERAGE
 from eyas.train.features import TargetStates, TargetWeights, additive_document_mask, head_sizes
 from eyas.train.losses import AGREES, CHANCE, row_losses, total_weight, weighted_mean, weighted_sum
 from eyas.train.start import Samples, low_rank, root_mean_square, solve, unit_rows
+from eyas.train.trainee import Metrics, Trainee
 from eyas.train.windows import Batch
 
 # Keys and values of every step, [N, L - 1, J, d] each.
 Seen = list[tuple[Tensor, Tensor]]
 
 
-class EagleTrainer(nn.Module):
+class EagleTrainer(Trainee):
     """An EAGLE head with its fuser, and the loss. EAGLE-1 has no fuser: it is fed final states.
 
     Args:
@@ -56,20 +57,17 @@ class EagleTrainer(nn.Module):
     """
 
     def __init__(self, parts: EagleParts, lm_head: Tensor, config: LossConfig, loss_ids: Tensor) -> None:
-        super().__init__()
         head, fuser = parts.head, parts.fuser
-        self.head, self.fuser, self.config = head.requires_grad_(True), fuser, config
+        super().__init__(config, lm_head[loss_ids if fuser is None else head.draft_ids])
+        self.head, self.fuser = head.requires_grad_(True), fuser
         self._own_embedding = parts.own_embedding
         head.embedding.requires_grad_(False)
         if fuser is None:
             head.lm_head.requires_grad_(False)
         else:
             fuser.requires_grad_(True)
-        compared = loss_ids if fuser is None else head.draft_ids
-        self.register_buffer("teacher", lm_head[compared].contiguous(), persistent=False)
         self.register_buffer("input_scales", torch.ones(len(self.aux_hidden_state_layers) * lm_head.shape[1]))
         self.input_scales: Tensor
-        self.teacher: Tensor
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -126,10 +124,9 @@ class EagleTrainer(nn.Module):
         """
 
         def losses(rows: Tensor, final: Tensor) -> Tensor:
-            teacher = F.linear(final, self.teacher.to(final.dtype))
             # EAGLE-1's output layer is the target's, which is not trained.
             logits = F.linear(rows, self.teacher) if self.fuser is None else self.head.raw_logits(rows)
-            return row_losses(logits, teacher[:, None], loss_type)
+            return row_losses(logits, self.teacher_logits(final)[:, None], loss_type)
 
         return weighted_sum(losses, (rows, final), weights, self.head, len(self.teacher))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from eyas.device.placement import check_device, use_threads
 from eyas.device.processor import trains_in_bfloat16
@@ -17,22 +17,21 @@ from eyas.errors import MissingPackage
 from eyas.models.layers.attention import import_transformers
 from eyas.models.placement import resolve_placement
 from eyas.progress import Show, silent
-from eyas.train.block import new_block_trainer
+from eyas.train.block import BlockTrainer, new_block_trainer
 from eyas.train.config import MASK_METHODS, SERVED_BY, WHOLE_VOCABULARY, TrainConfig
 from eyas.train.draft_vocabulary import draft_vocabulary
 from eyas.train.eagle import new_eagle_trainer
 from eyas.train.evaluate import Evaluator, heldout_prompts
 from eyas.train.features import NoStates, OnlineTarget, StateSource, StoredFeatures, TargetWeights, load_target_weights
 from eyas.train.multi_head import new_draft_model_trainer, new_hydra_trainer, new_medusa_trainer
-from eyas.train.peagle import new_peagle_trainer
+from eyas.train.peagle import PEagleTrainer, new_peagle_trainer
 from eyas.train.start import Samples
+from eyas.train.trainee import Startable, Trainee
 from eyas.train.trainer import Trainer, newest_checkpoint
 from eyas.train.windows import Windows, check_mask_token, check_prepared
 
-Build = Callable[[TrainConfig, TargetWeights, Tensor], nn.Module]
+Build = Callable[[TrainConfig, TargetWeights, Tensor], Trainee]
 
-# What they make maps a batch, the target's states, a seed and a type of loss to the loss, under "loss", and figures for the
-# log. It has `aux_hidden_state_layers`, whose inputs it reads, and `write`, which makes a checkpoint that drafters load.
 TRAINEES: Mapping[str, Build] = {
     "dspark": new_block_trainer,
     "dflash": new_block_trainer,
@@ -46,7 +45,7 @@ TRAINEES: Mapping[str, Build] = {
 }
 
 
-def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) -> nn.Module:
+def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) -> Trainee:
     """Return the head with its loss, checked against the data. Raises ConfigError or CheckpointError."""
     check_prepared(windows, config.model, target.vocab_size)
     torch.manual_seed(config.seed)
@@ -55,8 +54,9 @@ def build_trainee(config: TrainConfig, target: TargetWeights, windows: Windows) 
     size = config.loss.vocab_size if config.method in WHOLE_VOCABULARY else config.head.draft_vocab_size
     draft_ids = draft_vocabulary(Path(config.data.path), size, target.vocab_size)
     trainee = TRAINEES[config.method](config, target, draft_ids)
-    if config.method in MASK_METHODS:  # of a warm start, the head's own
-        check_mask_token(windows, trainee.head.config.mask_token_id)  # type: ignore[union-attr, arg-type]
+    reserved = trainee.head.config.mask_token_id if isinstance(trainee, BlockTrainer | PEagleTrainer) else None
+    if reserved is not None:  # of a warm start, the head's own
+        check_mask_token(windows, reserved)
     return trainee
 
 
@@ -96,23 +96,22 @@ def build_trainer(config: TrainConfig, show: Show = silent) -> Trainer:
     target = load_target_weights(config.model)
     show(f"making the {config.method} head")
     trainee = build_trainee(config, target, windows)
-    layers: tuple[int, ...] = trainee.aux_hidden_state_layers  # type: ignore[assignment]
     show(f"loading {config.model}")
-    source = build_source(config, windows, layers)
+    source = build_source(config, windows, trainee.aux_hidden_state_layers)
     if isinstance(source, OnlineTarget):
         source.share_weights(trainee)
-    if can_start(config, trainee):
+    if isinstance(trainee, Startable) and solves_start(config):
         show(f"solving the start of the {config.method} head")
-        trainee.start(Samples.read(source, windows, torch.device("cpu")))  # type: ignore[operator]
+        trainee.start(Samples.read(source, windows, torch.device("cpu")))
     evaluates = config.eval.num_prompts and accelerator.is_main_process
     evaluator = build_evaluator(config, source, str(accelerator.device)) if evaluates else None
     return Trainer(config, trainee, source, windows, accelerator, evaluator)
 
 
-def can_start(config: TrainConfig, trainee: nn.Module) -> bool:
-    """Return whether a head begins with a least-squares start: a new one, of a kind that has it."""
+def solves_start(config: TrainConfig) -> bool:
+    """Return whether a head that has a least-squares start begins with it: a new one does."""
     is_new = not config.draft_model and newest_checkpoint(Path(config.out)) is None
-    return is_new and config.start == "least_squares" and config.loss.needs_target and hasattr(trainee, "start")
+    return is_new and config.start == "least_squares" and config.loss.needs_target
 
 
 def build_evaluator(config: TrainConfig, source: StateSource, device: str) -> Evaluator:
@@ -123,8 +122,9 @@ def build_evaluator(config: TrainConfig, source: StateSource, device: str) -> Ev
     device, dtype = resolve_placement(config.eval.device or device, "auto", config.model)
     check_device(dtype, device)
     prompts = heldout_prompts(Path(config.data.path), config.eval)
-    can_share = isinstance(source, OnlineTarget) and source.can_serve(torch.device(device), getattr(torch, dtype))
-    target = source.serving_target() if can_share else None  # type: ignore[attr-defined]
+    target = None
+    if isinstance(source, OnlineTarget) and source.can_serve(torch.device(device), getattr(torch, dtype)):
+        target = source.serving_target()
     return Evaluator(config.model, SERVED_BY.get(config.method, config.method), prompts, config.eval, device, target)
 
 

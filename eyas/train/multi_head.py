@@ -14,15 +14,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from eyas.errors import ConfigError
 from eyas.models.checkpoint import check_vocabulary, explained
 from eyas.models.heads.hydra import HydraHead, HydraMLP, load_hydra
 from eyas.models.heads.layers import write_checkpoint
 from eyas.models.heads.medusa import MedusaHead, load_medusa
-from eyas.models.hidden_states import FINAL_NORM_OUTPUT
-from eyas.train.block import Metrics
 from eyas.train.config import HEAD_SETTINGS, LossConfig, LossType, TrainConfig, check_warm_start
 from eyas.train.features import TargetStates, TargetWeights, load_whole
 from eyas.train.losses import (
@@ -35,10 +33,11 @@ from eyas.train.losses import (
     weighted_sum,
 )
 from eyas.train.start import Samples, solve
+from eyas.train.trainee import Metrics, Trainee
 from eyas.train.windows import Batch
 
 
-class MultiHeadTrainer(nn.Module):
+class MultiHeadTrainer(Trainee):
     """Medusa or Hydra heads, and their loss: head h has the weight step_decay**h.
 
     Args:
@@ -46,16 +45,10 @@ class MultiHeadTrainer(nn.Module):
     """
 
     def __init__(self, head: MedusaHead | HydraHead, lm_head: Tensor, config: LossConfig) -> None:
-        super().__init__()
-        self.head, self.config, self._vocab_size = head.requires_grad_(True), config, len(lm_head)
+        super().__init__(config, lm_head[head.draft_ids])
+        self.head, self._vocab_size = head.requires_grad_(True), len(lm_head)
         if isinstance(head, HydraHead):
             head.embedding.requires_grad_(False)
-        self.register_buffer("teacher", lm_head[head.draft_ids].contiguous(), persistent=False)
-        self.teacher: Tensor
-
-    @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        return (FINAL_NORM_OUTPUT,)
 
     def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
         """Return the loss and figures of a batch; nothing is random."""
@@ -92,8 +85,8 @@ class MultiHeadTrainer(nn.Module):
         """
 
         def losses(states: Tensor, tokens: Tensor, final: Tensor) -> Tensor:
-            teacher = F.linear(final, self.teacher.to(final.dtype))
-            return row_losses(self._logits(number, states.float(), tokens), teacher, loss_type)
+            logits = self._logits(number, states.float(), tokens)
+            return row_losses(logits, self.teacher_logits(final), loss_type)
 
         return weighted_sum(losses, (states, tokens, final), weights, self.head, len(self.teacher))
 
@@ -217,7 +210,7 @@ def new_hydra_trainer(config: TrainConfig, target: TargetWeights, draft_ids: Ten
     return MultiHeadTrainer(HydraHead(heads, target.embedding, draft_ids), target.lm_head, config.loss)
 
 
-class DraftModelTrainer(nn.Module):
+class DraftModelTrainer(Trainee):
     """A small causal LM, a Llama or some of the target's own layers, distilled from the target or trained on text.
 
     Args:
@@ -226,17 +219,11 @@ class DraftModelTrainer(nn.Module):
     """
 
     def __init__(self, model: Any, lm_head: Tensor, config: LossConfig, loss_ids: Tensor) -> None:
-        super().__init__()
-        self.model, self.config = model, config
         is_whole = len(loss_ids) == len(lm_head)
+        super().__init__(config, lm_head if is_whole else lm_head[loss_ids])
+        self.model = model
         self.register_buffer("loss_ids", None if is_whole else loss_ids, persistent=False)
-        self.register_buffer("teacher", (lm_head if is_whole else lm_head[loss_ids]).contiguous(), persistent=False)
         self.loss_ids: Tensor | None
-        self.teacher: Tensor
-
-    @property
-    def aux_hidden_state_layers(self) -> tuple[int, ...]:
-        return (FINAL_NORM_OUTPUT,)
 
     def forward(self, batch: Batch, states: TargetStates, seed: int, loss_type: LossType) -> Metrics:
         """Return the loss and figures of a batch; nothing is random."""
@@ -248,7 +235,7 @@ class DraftModelTrainer(nn.Module):
             if loss_type == "next_token":
                 return next_token_losses(head(rows), following)
             logits = head(rows) if self.loss_ids is None else F.linear(rows, head.weight[self.loss_ids])
-            return row_losses(logits, F.linear(final, self.teacher.to(final.dtype)), loss_type)
+            return row_losses(logits, self.teacher_logits(final), loss_type)
 
         rows, weights = (found[:, :-1], states.final[:, :-1], batch.tokens[:, 1:]), batch.loss_mask[:, 1:].float()
         total, table = weighted_sum(losses, rows, weights, head, len(self.teacher))

@@ -22,17 +22,17 @@ from torch.utils.checkpoint import checkpoint
 
 from eyas.kernels.arguments import Projected
 from eyas.models.heads.eagle import write_head
-from eyas.train.block import Metrics
 from eyas.train.config import LossConfig, LossType, TrainConfig
 from eyas.train.eagle import EagleParts, eagle_tensors, make_eagle_parts
 from eyas.train.features import TargetStates, TargetWeights, additive_document_mask
 from eyas.train.losses import AGREES, CHANCE, LOSS, masked_sum, row_losses, total_weight, weighted_mean, weighted_sum
+from eyas.train.trainee import Metrics, Trainee
 from eyas.train.windows import Batch
 
 LEAST_KEPT = 0.2  # of the pairs, at any depth
 
 
-class PEagleTrainer(nn.Module):
+class PEagleTrainer(Trainee):
     """A P-EAGLE head with its fuser and the mask row's hidden states, and the loss.
 
     Args:
@@ -40,16 +40,14 @@ class PEagleTrainer(nn.Module):
     """
 
     def __init__(self, parts: EagleParts, lm_head: Tensor, config: LossConfig, trains_embedding: bool) -> None:
-        super().__init__()
         head, fuser, mask_hidden = parts.head, parts.fuser, parts.mask_hidden
+        super().__init__(config, lm_head[head.draft_ids])
         assert fuser is not None
         assert mask_hidden is not None
-        self.head, self.fuser, self.config = head.requires_grad_(True), fuser.requires_grad_(True), config
+        self.head, self.fuser = head.requires_grad_(True), fuser.requires_grad_(True)
         head.embedding.requires_grad_(trains_embedding)
         self._own_embedding = parts.own_embedding or trains_embedding
         self.mask_hidden = nn.Parameter(mask_hidden.clone())  # in place of the target's hidden states
-        self.register_buffer("teacher", lm_head[head.draft_ids].contiguous(), persistent=False)
-        self.teacher: Tensor
 
     @property
     def aux_hidden_state_layers(self) -> tuple[int, ...]:
@@ -75,7 +73,7 @@ class PEagleTrainer(nn.Module):
         """Return the weighted sum of the losses of the pairs, and what `row_losses` finds, [N, P, 5]. weights [N, P]."""
 
         def losses(rows: Tensor, final: Tensor) -> Tensor:
-            return row_losses(self.head.logits(rows), self._teacher(final), loss_type)
+            return row_losses(self.head.logits(rows), self.teacher_logits(final), loss_type)
 
         return weighted_sum(losses, (rows, final), weights, self.head, len(self.teacher))
 
@@ -110,7 +108,7 @@ class PEagleTrainer(nn.Module):
         depth = torch.cat([torch.full((count,), number, device=pairs.device) for number, count in enumerate(counts, 1)])
         at = torch.cat([pairs[:, :count] for count in counts], 1) + 1 + depth
         teacher = final.gather(1, at.clamp(max=final.shape[1] - 1)[:, :, None].expand(-1, -1, final.shape[-1]))
-        losses = row_losses(self.head.logits(states.flatten(0, 1)), self._teacher(teacher.flatten(0, 1)), loss_type)
+        losses = row_losses(self.head.logits(states.flatten(0, 1)), self.teacher_logits(teacher.flatten(0, 1)), loss_type)
         return losses.view(*at.shape, -1)
 
     def mask_states(
@@ -139,9 +137,6 @@ class PEagleTrainer(nn.Module):
         at = (positions[:, place] + depth).clamp(max=self.head.max_model_len - 1)
         states = self.head.run(feature, tokens, at.flatten(), attend)
         return states.view(*base.shape, -1)
-
-    def _teacher(self, final: Tensor) -> Tensor:
-        return F.linear(final, self.teacher.to(final.dtype))
 
     def write(self, folder: Path) -> None:
         """Write the head in its authors' layout."""

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from eyas.errors import ConfigError
-from eyas.train.features import StateSource, TargetStates
-from eyas.train.windows import Batch, Windows
+from eyas.train.features import StateSource
+from eyas.train.windows import Windows
 
 # Tokens whose states are read, as far as these states are no more numbers, 2 GiB; solving takes several times as much.
 SAMPLE_TOKENS = 2**16
@@ -38,11 +38,7 @@ class Samples(NamedTuple):
         num_tokens = min(SAMPLE_TOKENS, SAMPLE_NUMBERS // (one.aux.shape[-1] + one.final.shape[-1]))
         count = min(len(windows), -(-num_tokens // windows.max_length))
         batches = [windows.batch([number * len(windows) // count]).to(device) for number in range(count)]
-        return cls.of(batches, [source.states(batch) for batch in batches])
-
-    @classmethod
-    def of(cls, batches: Sequence[Batch], states: Sequence[TargetStates]) -> Samples:
-        """Join batches and their states."""
+        states = [source.states(batch) for batch in batches]
         return cls(
             torch.cat([batch.tokens for batch in batches]),
             torch.cat([batch.documents for batch in batches]),

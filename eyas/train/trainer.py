@@ -27,6 +27,7 @@ from eyas.progress import Show, progress, silent
 from eyas.train.config import OptimizerConfig, TrainConfig
 from eyas.train.evaluate import Evaluation, Evaluator
 from eyas.train.features import NoStates, StateSource, keeping_saved
+from eyas.train.trainee import Trainee
 from eyas.train.windows import Windows
 
 LOG_FILE, CHECKPOINTS = "log.jsonl", "checkpoints"
@@ -71,7 +72,7 @@ class Trainer:
     """
 
     def __init__(
-        self, config: TrainConfig, trainee: nn.Module, source: StateSource, windows: Windows, accelerator: Any,
+        self, config: TrainConfig, trainee: Trainee, source: StateSource, windows: Windows, accelerator: Any,
         evaluator: Evaluator | None = None,
     ) -> None:  # fmt: skip
         self.config, self.source, self.windows = config, source, windows
@@ -101,7 +102,9 @@ class Trainer:
         with progress(self.accelerator.is_main_process) as shown:
             shown.show(f"step {self.progress.step} of {max_steps}")
             while self.progress.step < max_steps:
-                metrics = self._timed_step()
+                began = time.monotonic()
+                metrics = self.step()
+                self.progress.seconds += time.monotonic() - began
                 step = self.progress.step
                 if step % self.config.log_every == 0 or step in (1, max_steps):
                     loss = self.log_step(metrics)["loss"]
@@ -141,12 +144,6 @@ class Trainer:
         left = timedelta(seconds=round(own.seconds / own.step * (max_steps - own.step)))
         tau = f", tau {own.best_tau:.2f}" if own.best_tau else ""
         return f"step {own.step} of {max_steps}, loss {loss:.3f}, {speed:.0f} tokens/s{tau}, {left} left"
-
-    def _timed_step(self) -> dict[str, Tensor]:
-        began = time.monotonic()
-        metrics = self.step()
-        self.progress.seconds += time.monotonic() - began
-        return metrics
 
     def step(self, num_windows: int = 0) -> dict[str, Tensor]:
         """Take one optimiser step; return the figures of its passes, averaged over passes and processes.
@@ -227,7 +224,7 @@ class Trainer:
         try:
             with keeping_saved(self._out):
                 self._out.mkdir(parents=True, exist_ok=True)
-                self.trainee.write(part)  # type: ignore[operator]
+                self.trainee.write(part)
                 folder.mkdir(exist_ok=True)
                 for file in part.iterdir():
                     file.replace(folder / file.name)

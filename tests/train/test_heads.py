@@ -85,7 +85,7 @@ def test_a_block_head_in_each_layout_is_the_same_head(layout: str, folder: Path,
     target = str(folder / "target")
     trainer = build_trainer(settings(folder, target, out=str(tmp_path / "run")))
     trainer.step()
-    trainer.trainee.write(tmp_path / "head")  # type: ignore[operator]
+    trainer.trainee.write(tmp_path / "head")
     export_head(str(tmp_path / "head"), target, tmp_path / "out", "eyas" if layout == "author" else layout)
     one, two = (load_block_head(str(tmp_path / name), target) for name in ("head", "out"))
     assert one.config.wiring == two.config.wiring
@@ -103,7 +103,7 @@ def test_an_eagle_head_in_each_layout_is_the_same_head(method: str, layout: str,
     trainer = build_trainer(settings(folder, target, method, out=str(tmp_path / "run"), **layers))
     kind: Kind = "eagle" if method == "eagle1" else "peagle" if method == "peagle" else "eagle3"
     trainer.step()
-    trainer.trainee.write(tmp_path / "head")  # type: ignore[operator]
+    trainer.trainee.write(tmp_path / "head")
     export_head(str(tmp_path / "head"), target, tmp_path / "out", layout)
     one, two = (load_head(str(tmp_path / name), target, kind=kind) for name in ("head", "out"))
     if method != "eagle1":
@@ -131,7 +131,7 @@ def test_eagle3_training_unrolls_the_heads_own_drafts(folder: Path, tmp_path: Pa
     states, trainee = trainer.source.states(batch), trainer.trainee
     with torch.no_grad():
         found = float(trainee(batch, states, 0, "kl")["draft_loss"])
-    trainee.write(tmp_path / "head")  # type: ignore[operator]
+    trainee.write(tmp_path / "head")
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     config = read_head_config(Checkpoint(tmp_path / "head"), Checkpoint(folder / "target").text_config)
     weights = load_target_weights(target)
@@ -287,7 +287,7 @@ def test_peagle_rows_have_the_logits_of_the_drafter(folder: Path, tmp_path: Path
     config = settings(folder, target, "peagle", out=str(tmp_path), head__num_hidden_layers=2, loss__num_depths=depths)
     trainer = build_trainer(config)
     trainer.step()
-    trainer.trainee.write(tmp_path / "head")  # type: ignore[operator]
+    trainer.trainee.write(tmp_path / "head")
     trainee, batch = trainer.trainee, trainer.windows.batch([0, 1])
     assert isinstance(trainee, PEagleTrainer)
     states = trainer.source.states(batch)
@@ -358,12 +358,12 @@ def test_an_embedding_of_its_own_stays_with_the_head(folder: Path, tmp_path: Pat
     target, weights = str(folder / "target"), load_target_weights(str(folder / "target"))
     first = build_trainer(settings(folder, target, "peagle", out=str(tmp_path), head__train_embeddings=True))
     first.step()
-    first.trainee.write(tmp_path / "head")  # type: ignore[operator]
+    first.trainee.write(tmp_path / "head")
     head = load_head(str(tmp_path / "head"), target, kind="peagle")
     assert not torch.equal(head.embedding, weights.embedding)
     again = build_trainer(settings(folder, target, "peagle", out=str(tmp_path), draft_model=str(tmp_path / "head")))
     again.step()
-    again.trainee.write(tmp_path / "again")  # type: ignore[operator]
+    again.trainee.write(tmp_path / "again")
     assert torch.equal(load_head(str(tmp_path / "again"), target, kind="peagle").embedding, head.embedding)
 
 

@@ -83,7 +83,7 @@ def trained(target: str, method: str) -> str:
     trainer = build_trainer(config)
     for _ in range(STEPS[method]):
         trainer.step()
-    trainer.trainee.write(folder / method / "head")  # type: ignore[operator]
+    trainer.trainee.write(folder / method / "head")
     return str(folder / method / "head")
 
 

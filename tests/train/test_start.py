@@ -168,4 +168,4 @@ def test_losses_may_compare_the_frequent_tokens_alone(method: str, folder: Path,
     whole, some = (first_loss(folder, tmp_path / f"{size}", method, "random", loss__vocab_size=size) for size in (0, 8))
     assert some != pytest.approx(whole, rel=1e-3)
     trainer = build_trainer(settings(folder, str(folder / "target"), method, out=str(tmp_path / "c"), loss__vocab_size=8))
-    assert len(trainer.trainee.teacher) == 8  # type: ignore[arg-type]
+    assert len(trainer.trainee.teacher) == 8
