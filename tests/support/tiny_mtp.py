@@ -120,6 +120,18 @@ def configs(family: MtpFamily, count: int = 1) -> tuple[Any, Any]:
     return config_of(family.kind, **{**own, **family.own, "num_hidden_layers": LAYERS}), made
 
 
+class MtpFolders(dict[str, str]):
+    """The folder of each family's target with its module, written when first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def __missing__(self, family: str) -> str:
+        self[family] = write_mtp(self.folder / family, family)
+        return self[family]
+
+
 def write_mtp(folder: Path, family: str, agrees: bool = False, modules: bool = True, count: int = 1) -> str:
     """A target with its module, or with several; all random except norms.
 

@@ -14,7 +14,7 @@ from eyas.engine.engine import Engine
 from tests.support.runs import assert_plain, run, stats_of
 from tests.support.tiers import nightly, tiered
 from tests.support.tiny import build_engine, fixed_config
-from tests.support.tiny_mtp import FAMILIES, write_mtp
+from tests.support.tiny_mtp import FAMILIES, MtpFolders, write_mtp
 
 GREEDY = SamplingParams(16, 0.0, ignore_eos=True)
 SAMPLINGS = (GREEDY, replace(GREEDY, temperature=0.8), replace(GREEDY, temperature=1.1, top_k=12, top_p=0.85))
@@ -25,8 +25,7 @@ EACH = tiered(FAMILIES, DAILY[1:])
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("mtp")
-    return {family: write_mtp(folder / family, family) for family in FAMILIES}
+    return MtpFolders(tmp_path_factory.mktemp("mtp"))
 
 
 def engine_of(folder: str, tree: TreeConfig = TREE, **limits: Any) -> Engine:

@@ -19,7 +19,7 @@ from tests.drafters.trees.test_eagle_trees import assert_same, session
 from tests.support.naive_eagle import best_tree
 from tests.support.naive_mtp import NaiveMtp
 from tests.support.tiers import nightly, tiered
-from tests.support.tiny_mtp import FAMILIES, HIDDEN, LAYERS, write_mtp
+from tests.support.tiny_mtp import FAMILIES, HIDDEN, LAYERS, MtpFolders, write_mtp
 
 SHAPE = TreeConfig(num_draft_tokens=14, num_steps=4, top_k=3)
 GREEDY = NoiseKey(0)
@@ -29,8 +29,7 @@ DAILY = ("glm4_moe", "deepseek_v3", "mellum")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folder = tmp_path_factory.mktemp("mtp")
-    return {family: write_mtp(folder / family, family) for family in FAMILIES}
+    return MtpFolders(tmp_path_factory.mktemp("mtp"))
 
 
 def commit(name: str, tokens: list[int], features: torch.Tensor, base: int, end: int, noise: NoiseKey) -> Commit:

@@ -156,7 +156,8 @@ def test_other_code_rounds_rows_unless_they_must_be_equal(is_deterministic: bool
 def test_drafts_do_not_change_the_tokens(settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eyas.models.placement.multiplies_tiles", lambda: True)
     engine = EngineConfig(max_kv_tokens=512, draft_budget="fixed", **settings)
-    plain, drafted = (LLM(TARGET, engine=engine, draft_model=head, dtype="bfloat16") for head in ("", HEAD))
+    same: dict[str, Any] = {"engine": engine, "dtype": "bfloat16", "validate_head": "never"}
+    plain, drafted = (LLM(TARGET, draft_model=head, **same) for head in ("", HEAD))
     assert stored_kinds(plain.llm_engine.runner.target) == {PAIRS}
     prompts = ["import os\n\ndef main(", "class Queue:\n", "def test_a("]
     params = [SamplingParams(max_tokens=24, temperature=t, seed=3, ignore_eos=True) for t in (0, 0.8, 1.3)]
