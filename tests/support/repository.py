@@ -1,6 +1,7 @@
 """The files of the repository, as git lists them."""
 
 import ast
+import gc
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,11 @@ def python_files(*folders: str) -> list[Path]:
 @cache
 def syntax(path: Path) -> ast.Module:
     """The parsed file."""
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    gc.disable()  # else most of the time goes into looking for cycles among the nodes
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    finally:
+        gc.enable()
 
 
 def name(path: Path) -> str:
