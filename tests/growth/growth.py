@@ -17,8 +17,8 @@ from tests.support.tiers import nightly
 
 # Seconds that an input of the largest size may keep the event loop.
 LOOP_SECONDS = 0.05
-# Turns of a loop, and how long they take on a usual machine: on a slower one an input may take longer by as much.
-YARDSTICK_TURNS, YARDSTICK_SECONDS = 200_000, 0.012
+# Turns of a loop, and how long they take on a fast machine: on a slower one an input may take longer by as much.
+YARDSTICK_TURNS, YARDSTICK_SECONDS = 200_000, 0.008
 # n log n at these sizes is below 1.15; caches that overflow add up to .4 on a busy machine. Quadratic work gives 2.
 MAX_EXPONENT = 1.6
 # Noise only ever adds time. A reader fails if its least times of this many rounds are still too long.
@@ -104,7 +104,7 @@ def is_too_slow(reader: Reader, found: Growth) -> bool:
 
 
 def _slowness() -> float:
-    """Return how many times as long as on a usual machine Python takes here and now, at least 1."""
+    """Return how many times as long as on a fast machine Python takes here and now, at least 1."""
     began, total = time.thread_time(), 0
     for number in range(YARDSTICK_TURNS):
         total += number
