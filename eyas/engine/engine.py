@@ -211,8 +211,8 @@ class Engine:
             output = self.runner.forward(step_segments(batch, rows, draws_on_ranks))
             are_alone = _want_tokens_alone(batch, rows) and all(output.is_drawn)
             logit_rows = () if are_alone else [each.logit_rows for each in batch]
-            if are_alone and not self.draft_manager.needs.samples:
-                rows = rows.along_paths()
+            if are_alone and (trees := rows.trees) and not self.draft_manager.needs.samples:
+                rows = rows._replace(draws=rows.draws.along(trees.above, trees.nodes.tokens))
             return verify(logit_rows, rows, output, self._rules, wait_for_masks, meanwhile)
         except torch.OutOfMemoryError as error:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])

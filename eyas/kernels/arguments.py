@@ -61,7 +61,7 @@ class Draws:
         return np.array(values, dtype)[self._owners]
 
     def along(self, above: Ints, drafted: Ints) -> Draws:
-        """Return these draws for nodes of draft trees of which only accepted paths count.
+        """Return these draws for nodes of draft trees whose accepted paths alone count.
 
         A kernel may leave out a node that the token drawn at its parent does not lead to, and return UNREACHED for it.
 
@@ -74,7 +74,7 @@ class Draws:
         return found
 
     def taken(self, rows: Sequence[int] | Ints) -> Draws:
-        """Return the draws of some rows, in this order, each of which counts."""
+        """Return the draws of some rows, in this order; each counts."""
         return Draws([self.keys[owner] for owner in self._owners[rows].tolist()], self.positions[rows])
 
 

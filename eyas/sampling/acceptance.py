@@ -189,11 +189,6 @@ class DrawnRows(NamedTuple):
     num_requests: int
     draws: Draws
 
-    def along_paths(self) -> DrawnRows:
-        """Return these rows for the rule `match` alone: nodes that it does not reach need no draw."""
-        trees = self.trees
-        return self if trees is None else self._replace(draws=self.draws.along(trees.above, trees.nodes.tokens))
-
 
 @dataclass(frozen=True, eq=False)
 class StepOutputs(Sequence[VerifyOutput]):
