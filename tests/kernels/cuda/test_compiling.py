@@ -70,9 +70,10 @@ RunFresh = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def run_fresh() -> RunFresh:
+def run_fresh(tmp_path_factory: pytest.TempPathFactory) -> RunFresh:
     """Runs this file with arguments in a process without Triton's interpreter, and reads what it prints."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    environment.pop("TRITON_INTERPRET", None)
 
     def run(*arguments: object) -> Any:
         command = [sys.executable, "-m", "tests.kernels.cuda.test_compiling", *map(str, arguments)]

@@ -1,15 +1,11 @@
 """Compiles the kernels that a GPU would launch, for GPUs that are not there."""
 
-import hashlib
 import io
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, redirect_stdout
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -84,36 +80,13 @@ def as_source(launch: Launch) -> Any:
 
 
 def compiled(source: Any, options: dict[str, Any], sm: int) -> Compiled:
-    """Compile a source of `as_source` with a launch's options, or take what this gave before from Triton's cache.
-
-    As Triton's own entries, one is for a kernel with all that it calls, the compilers, and options; and for this file.
-    """
-    from triton import compiler
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler.compiler import get_cache_invalidating_env_vars
-    from triton.runtime import cache
-
-    backend = compiler.make_backend(GPUTarget("cuda", sm, 32))
-    key = cache.get_cache_key(source, backend, backend.parse_options(dict(options)), get_cache_invalidating_env_vars())
-    entry = cache.get_cache_manager(hashlib.sha256((key + Path(__file__).read_text()).encode()).hexdigest())
-    if (kept := entry.get_file("compiled.json")) is not None:
-        return Compiled(**json.loads(Path(kept).read_text()))
-    found = _compile(source, options, sm)
-    entry.put(json.dumps(asdict(found)), "compiled.json")
-    return found
-
-
-def _compile(source: Any, options: dict[str, Any], sm: int) -> Compiled:
+    """Compile a source of `as_source` with a launch's options."""
     import triton
-    from triton import knobs
     from triton.backends.compiler import GPUTarget
 
     said = io.StringIO()
-    with redirect_stdout(said), TemporaryDirectory() as folder, ExitStack() as stack:
-        for changed in (knobs.nvidia, knobs.compilation, knobs.cache):
-            stack.enter_context(changed.scope())
-        knobs.cache.dir = folder  # a kernel that a GPU ran is in the usual one already, without the log
-        knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+    with redirect_stdout(said), triton.knobs.nvidia.scope(), triton.knobs.compilation.scope():
+        triton.knobs.nvidia.dump_ptxas_log = triton.knobs.compilation.always_compile = True
         made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     ptx, log = made.asm["ptx"], said.getvalue()
     registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
