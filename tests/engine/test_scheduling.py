@@ -69,3 +69,21 @@ def test_a_cancelled_request_is_released_by_its_drafter(tiny_target: str, tiny_h
         engine.step()
         assert not engine.has_work
         assert drafter.sessions.num_free == 4096  # type: ignore[union-attr]
+
+
+def test_a_flood_of_one_tenant_changes_no_output_of_another(tiny_target: str, tiny_head: str) -> None:
+    engine = make_engine(
+        make_drafter("eagle3", tiny_target, tiny_head), tiny_target, tiny_head, max_num_seqs=3, max_prefill_tokens=9
+    )
+    requests = [
+        Request(
+            f"{tenant}{i}", (5, 6, 7, i), replace(PARAMS["sampled"], seed=i, max_tokens=10), tenant=tenant, cache_salt=salt
+        )
+        for tenant, salt, num in (("a", "x", 12), ("b", "y", 2))
+        for i in range(num)
+    ]
+    chunks = run(engine, requests[:12], {3: requests[12:]})
+    assert_plain(tiny_target, requests, chunks)
+    assert list(chunks).index("b1") < 9, "two requests of b pass a's queue"
+    assert chunks["b0"][0].num_cached == 0
+    assert chunks["a11"][0].num_cached == 3, "a's own prefix is shared"

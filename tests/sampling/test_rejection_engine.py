@@ -164,6 +164,18 @@ def test_constrained_tokens_follow_the_masked_target_probs(name: str, spelling_t
 
 
 @pytest.mark.slow
+def test_a_drafter_with_wrong_proposal_probs_is_detected(tiny_target: str, tiny_head: str) -> None:
+    class Greedy(BigramDrafter):
+        def _siblings(self, probs: DraftProbs, width: int, seed: int, position: int) -> list[int]:
+            return list(probs.ids[:width])
+
+    engine, count = make_engine(Greedy(bigram_logits(tiny_target), (1, 1)), tiny_target, tiny_head), 1000
+    asked = [Request(f"{seed}", PROMPT, replace(PARAMS, seed=seed, max_tokens=3)) for seed in range(count)]
+    probs = marginals(tiny_target, PARAMS)[1]
+    assert not chi_square_is_plausible(counted(run(engine, asked), 1), probs * count)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL_DRAFTERS)
 def test_a_batch_gives_greedy_tokens_and_those_of_each_alone(name: str, tiny_target: str, tiny_head: str) -> None:
     greedy = requests(3, replace(PARAMS, temperature=0.0))

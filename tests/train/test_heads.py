@@ -10,10 +10,11 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from eyas import LLM, SamplingParams
 from eyas.config import DraftingConfig, TreeConfig
 from eyas.drafters.draft_head import DraftHead
 from eyas.drafters.eagle import EagleDrafter
@@ -27,6 +28,7 @@ from eyas.protocol.commit import TreeBudget
 from eyas.train import losses
 from eyas.train.block import BlockTrainer
 from eyas.train.config import LossConfig, LossType, OptimizerConfig, Scheduler
+from eyas.train.data import prepare
 from eyas.train.eagle import Ancestry, attend_ancestors
 from eyas.train.export import export_head
 from eyas.train.features import load_target_weights
@@ -46,7 +48,36 @@ from eyas.train.trainer import learning_rates
 from eyas.train.windows import Batch
 from tests.drafters.trees.test_eagle_trees import GREEDY, commit
 from tests.support.naive_eagle import NaiveEagle
-from tests.train.small_runs import settings
+from tests.train.small_runs import MASK, settings, tiny_target
+
+
+@pytest.mark.nightly
+def test_dspark_overfits_20_sequences_at_all_depths(tmp_path: Path) -> None:
+    """The target's greedy answers to 20 prompts are learned, so that the engine's chains for these prompts are accepted."""
+    target, depths = tiny_target(tmp_path), 4
+    weights = load_file(tmp_path / "target" / "model.safetensors")
+    weights["lm_head.weight"][MASK] = 0  # so that it writes no mask token
+    save_file(weights, tmp_path / "target" / "model.safetensors", {"format": "pt"})
+    prompts = torch.randint(3, 48, (20, 4), generator=torch.Generator().manual_seed(0)).tolist()
+    llm, sampling = LLM(target, dtype="float32", device="cpu"), SamplingParams(1 + 3 * (depths + 1), 0.0, ignore_eos=True)
+    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    rows = [[*prompt, *answer.outputs[0].token_ids] for prompt, answer in zip(prompts, answers, strict=True)]
+    entries = ({"token_ids": row, "num_prompt_tokens": 4} for row in rows)
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    prepare(target, [tmp_path / "ids.jsonl"], tmp_path / "data", 0.0, len(rows[0]), 2, 0)
+    changes: dict[str, Any] = {
+        "data__max_length": len(rows[0]), "loss__num_anchors": 16, "loss__loss_type": "ce", "loss__loss_decay": "none",
+        "optimizer__name": "muon", "optimizer__muon_learning_rate": 0.02, "optimizer__learning_rate": 5e-3,
+        "optimizer__batch_size": 20, "optimizer__max_steps": 50, "head__num_hidden_layers": 2,
+        "head__intermediate_size": 256, "head__target_layer_ids": [0, 1, 2], "eval__num_prompts": 20, "eval__top_k": 1,
+        "eval__max_tokens": sampling.max_tokens, "eval__num_draft_tokens": depths + 1, "eval__temperatures": [0.0],
+        "head__block_size": depths,
+    }  # fmt: skip
+    trainer = build_trainer(settings(tmp_path, target, **changes))
+    assert len(trainer.windows) == 20
+    trainer.run()
+    found = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[-1])["acceptance_t0"]
+    assert (len(found), min(found) > 0.95) == (depths, True), found
 
 
 @pytest.mark.parametrize("layout", ["author", "specforge", "speculators"])

@@ -127,6 +127,12 @@ def test_fewer_layers_are_copies_that_learn(folder: Path, tmp_path: Path) -> Non
     trainer = build_trainer(settings(folder, str(folder / "target"), "draft_model", out=str(tmp_path), **changes))
     losses = [float(trainer.step()["loss"]) for _ in range(12)]
     assert losses[-1] < losses[0]
+    trainer.write_head("last")
+    again = build_trainer(
+        settings(folder, str(folder / "target"), "draft_model", out=str(tmp_path / "b"), head={},
+                 draft_model=str(tmp_path / "last"))
+    )  # fmt: skip
+    assert float(again.step()["loss"]) < losses[0]
 
 
 @pytest.mark.parametrize("layers", [[0, 9], [1, 1]])

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from eyas.api.request import Request, SamplingParams
-from eyas.config import DraftAheadConfig, DraftingConfig, TreeConfig
+from eyas.config import DraftAheadConfig, DraftingConfig, EngineConfig, TreeConfig
 from eyas.drafters.ahead.drafter import DraftAheadDrafter
 from eyas.drafters.base import Draft, DraftContext, DrafterNeeds, LocalDrafter, Pending, PreparedTrees
 from eyas.drafters.draft_head import DraftHead
+from eyas.engine.budget.account import GainAccount
 from eyas.protocol.tree import DraftTree, PreparedTree
 from eyas.rpc.messages import DraftResponse
 from eyas.services.verifier import draft_client
@@ -223,4 +224,25 @@ def test_trees_sent_ahead_and_steps_without_any_change_no_token(
         engine = build_engine(tiny_target, fuser, "float32", "cpu", fixed_config(max_kv_tokens=512), TREE, remote)
         chunks = run(engine, requests)
     assert len(set(taken)) > 1
+    assert_plain(tiny_target, requests, chunks)
+
+
+def test_adaptive_trees_drafted_ahead_change_no_token(
+    tiny_target: str, tiny_head: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are the defaults on a GPU. Both depend on time, and no token does."""
+    monkeypatch.setattr(GainAccount, "_wait", lambda *args: None)  # a random head would soon draft no more
+    head = DraftHead(tiny_head, "eagle3")
+    settings = DraftingConfig(2048, ranking_temperature=1, draft_ahead=replace(AHEAD, num_steps=4, mode="always"))
+    built = head.build_drafter(tiny_target, "float32", "cpu", TREE, settings, has_idle_time=True)
+    assert isinstance(built, DraftAheadDrafter)
+    drafter, fuser = WatchedDrafter(built), head.build_fuser(tiny_target, "float32", "cpu")
+    samplings = [SamplingParams(24, t, seed=70, ignore_eos=True) for t in (0.0, 0.8, 1.0, 0.0)]
+    requests = [Request(f"{i}", (9, 8, 7, 9 + i, 8), sampling) for i, sampling in enumerate(samplings)]
+    with drafting(drafter, "eagle3", PatientVerifier, built.needs) as remote:
+        remote.drafter = drafter
+        config = EngineConfig(max_kv_tokens=512, draft_budget="adaptive")
+        engine = build_engine(tiny_target, fuser, "float32", "cpu", config, TREE, remote)
+        chunks = run(engine, requests[:1], {6 + i: [request] for i, request in enumerate(requests[1:])})
+    assert taken
     assert_plain(tiny_target, requests, chunks)

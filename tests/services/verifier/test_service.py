@@ -253,3 +253,18 @@ async def until(code: grpc.StatusCode, stub: generation_pb2_grpc.GenerationAsync
         except grpc.aio.AioRpcError as error:
             if error.code() is code:
                 return status_error(error)
+
+
+async def test_cached_tokens_show_no_prompt_of_another_salt() -> None:
+    prompt = tuple(range(300, 428))
+    async with serving() as stub:
+        outputs, cached = [], []
+        for salt in ("a", "b", "a"):
+            request = Request("r", prompt, SAMPLING, tenant=salt, cache_salt=salt)
+            chunks = await generate(stub, GenerateCall(request))
+            outputs.append([token for chunk in chunks for token in chunk.chunk.token_ids])
+            cached.append(sum(chunk.chunk.num_cached for chunk in chunks))
+            assert chunks[-1].totals is not None
+            assert chunks[-1].totals.num_cached_tokens == cached[-1]
+        assert cached == [0, 0, len(prompt) - 1]
+        assert outputs[0] == outputs[1] == outputs[2]
