@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from eyas.config import ServerConfig
 from eyas.errors import (
@@ -227,6 +228,14 @@ async def test_a_client_that_leaves_during_its_status_logs_nothing(caplog: pytes
     assert caplog.records == []
 
 
+async def test_a_peer_that_is_away_is_unavailable() -> None:
+    async with serving() as (server, _, channel):
+        await server.stop(0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await draft_pb2_grpc.DraftStub(channel).Describe(draft_pb2.DescribeRequest())
+        assert isinstance(status_error(caught.value), Unavailable)
+
+
 async def test_health_follows_the_server_and_watches_do_not_delay_stop() -> None:
     async with serving() as (server, _, channel):
         status, stub = health_pb2.HealthCheckResponse, health_pb2_grpc.HealthStub(channel)
@@ -242,6 +251,14 @@ async def test_health_follows_the_server_and_watches_do_not_delay_stop() -> None
         await asyncio.wait_for(server.stop(60), timeout=30)
         assert (await watch.read()).status == status.NOT_SERVING
         assert await watch.read() is grpc.aio.EOF  # type: ignore[attr-defined]
+
+
+async def test_reflection_lists_the_services() -> None:
+    async with serving() as (_, _, channel):
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        async for response in stub.ServerReflectionInfo(iter([request])):
+            assert NAME in [service.name for service in response.list_services_response.service]
 
 
 async def test_a_port_in_use_is_a_clear_mistake() -> None:

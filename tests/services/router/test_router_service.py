@@ -18,6 +18,7 @@ from tests.support import strategies
 from tests.support.services.scripted_verifier import (
     CALL,
     DEMO,
+    MODEL,
     PROMPT,
     PROMPT_TEXT,
     REST,
@@ -120,6 +121,17 @@ async def test_others_are_served_while_a_long_text_is_encoded(url: str) -> None:
         assert tokens_of(await long) == REST
 
 
+async def test_a_request_goes_where_its_context_fits(url: str) -> None:
+    short, long = Script(TOKENS), Script(TOKENS)
+    model = replace(MODEL, max_model_len=len(TOKENS) - 1)
+    async with worker(url, short, model=model, free_kv_tokens=99_999), worker(url, long), router(url) as address:
+        assert tokens_of(await send(address, CALL)) == REST
+        code, details = await failure(address, call_with(max_tokens=2048))
+    assert (len(short.calls), len(long.calls)) == (0, 1)
+    assert code.name == "INVALID_ARGUMENT"
+    assert "exceed the context length 2048" in details
+
+
 async def test_models_are_listed_while_a_verifier_serves_them(url: str) -> None:
     async def names(address: str) -> list[str]:
         async with open_channel(address) as channel:
@@ -162,3 +174,14 @@ async def test_the_requests_of_a_session_share_a_verifier(url: str) -> None:
         for _ in range(3):
             await asyncio.gather(send(address, call), send(address, call))
     assert sorted(len(script.calls) for script in scripts) == [0, 0, 7]
+
+
+async def test_requests_without_a_session_spread_over_the_verifiers(url: str) -> None:
+    gate = asyncio.Event()
+    one, other = Script(TOKENS, gate=gate), Script(TOKENS, gate=gate)
+    async with worker(url, one), worker(url, other), router(url) as address:
+        answers = [asyncio.create_task(send(address, CALL)) for _ in range(4)]
+        await until(lambda: len(one.calls) + len(other.calls) == 4)
+        gate.set()
+        await asyncio.gather(*answers)
+    assert (len(one.calls), len(other.calls)) == (2, 2)

@@ -155,6 +155,15 @@ async def test_only_server_faults_are_retried_and_the_last_is_reported(url: str,
     assert "scripted failure" in details
 
 
+async def test_a_silent_verifier_is_dropped_and_its_calls_cancelled(url: str) -> None:
+    script = Script(TOKENS, stalls_after=1)
+    async with worker(url, script), router(url, stall_timeout_s=1.0, retry=ONE_ATTEMPT) as address:
+        code, details = await failure(address, CALL)
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert "sent nothing for 1.0 s" in details
+        await until(lambda: script.num_cancelled == 1)
+
+
 async def test_the_stall_timeout_excludes_the_verifiers_queue(url: str) -> None:
     gate = asyncio.Event()
     script = Script(TOKENS, gate=gate)

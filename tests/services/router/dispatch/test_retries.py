@@ -103,6 +103,18 @@ async def test_failures_with_a_token_between_them_do_not_add_up(url: str) -> Non
     assert len(script.calls) == NUM_CHUNKS > 2
 
 
+@pytest.mark.parametrize("num_verifiers", [1, 2])
+async def test_failures_in_a_row_end_a_request(url: str, num_verifiers: int) -> None:
+    scripts = [Script(TOKENS, fails_after=0) for _ in range(num_verifiers)]
+    async with AsyncExitStack() as stack:
+        for script in scripts:
+            await stack.enter_async_context(worker(url, script))
+        address = await stack.enter_async_context(router(url, retry=PATIENT))
+        code, details = await failure(address, CALL)
+    assert (code, "scripted failure" in details) == (grpc.StatusCode.UNAVAILABLE, True)
+    assert sum(len(script.calls) for script in scripts) == PATIENT.max_attempts
+
+
 @pytest.mark.parametrize("breaks_after", [0, 2])
 async def test_a_failed_engine_step_is_retried_and_not_streamed(url: str, breaks_after: int) -> None:
     broken, whole = Script(TOKENS, breaks_after=breaks_after), Script(TOKENS)
