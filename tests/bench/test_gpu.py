@@ -54,10 +54,11 @@ class Clock:
 
 def test_a_run_reports_every_stage_with_cost_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "run_tests", lambda part: None)
+    monkeypatch.setattr(timing, "WARM_UP_TOKENS", 2)
     monkeypatch.setattr(drafts, "TREE", TreeConfig(num_draft_tokens=12, top_k=4))
-    page = gpu.run(DEVICE, gpu.Settings(gpu.STAGES[:-1], 25.0, TINY), tmp_path)
+    page = gpu.run(DEVICE, gpu.Settings(gpu.STAGES, 25.0, TINY), tmp_path)
     text, data = page.read_text(encoding="utf-8"), json.loads(page.with_suffix(".json").read_text())
-    for stage in gpu.STAGES[:-1]:
+    for stage in gpu.STAGES:
         assert f"| {stage} | done |" in text
     assert "did not run" not in text
     assert all(min(s["floor"], s["graphs"], s["forward"], s["plain_attention"]) > 0 for s in data["results"]["steps"])
@@ -73,17 +74,6 @@ def test_a_run_reports_every_stage_with_cost_tables(tmp_path: Path, monkeypatch:
     assert [(c["rows"], c["cached"]) for c in chunks] == [(3, 0), (3, 5), (16, 0), (16, 5)]
     assert all(min(c["whole"], c["floor"], c["kernel"], c["library"]) > 0 for c in chunks)
     assert "| 2 | 5 | 9 | 8 bits |" in text
-    tables = {file.name.removeprefix(f"{page.stem}-"): DeviceCosts.read(str(file)) for file in tmp_path.glob("*.costs.json")}
-    assert tables["tiny.costs.json"].seconds("verify", 10, 80) > 0
-    assert set(tables["tiny-head.costs.json"].passes) == {"draft_round", "draft_level"}
-
-
-@pytest.mark.nightly
-def test_the_last_stage_compares_methods_end_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "WARM_UP_TOKENS", 2)
-    page = gpu.run(DEVICE, gpu.Settings(gpu.STAGES[-1:], 25.0, TINY), tmp_path)
-    text, data = page.read_text(encoding="utf-8"), json.loads(page.with_suffix(".json").read_text())
-    assert "| end-to-end | done |" in text
     assert "| batch | contender | step, ms | pass | sampler | draft round | host |" in text
     methods = {s["method"] for s in data["results"]["end-to-end"]["methods"]["scores"]}
     assert methods == {
@@ -97,6 +87,9 @@ def test_the_last_stage_compares_methods_end_to_end(tmp_path: Path, monkeypatch:
         "sps",
         "prompt_lookup",
     }
+    tables = {file.name.removeprefix(f"{page.stem}-"): DeviceCosts.read(str(file)) for file in tmp_path.glob("*.costs.json")}
+    assert tables["tiny.costs.json"].seconds("verify", 10, 80) > 0
+    assert set(tables["tiny-head.costs.json"].passes) == {"draft_round", "draft_level"}
 
 
 def test_a_stage_that_fails_leaves_the_others_alone(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from eyas.api.request import Request, SamplingParams
 from eyas.config import DraftAheadConfig, TreeConfig
@@ -20,7 +21,7 @@ from tests.support import reference
 from tests.support.bad_drafters import DyingDrafter, MovingDrafter, RandomDrafter, WorkingDrafter
 from tests.support.corpora import write_datastore
 from tests.support.methods import CASES, Case
-from tests.support.runs import assert_plain, run, stats_of, tokens_of
+from tests.support.runs import assert_plain, chi_square_is_plausible, outputs_of, run, stats_of, tokens_of
 from tests.support.tiers import nightly
 from tests.support.tiny import fixed_config, shared_target, token_without_numbers
 
@@ -65,13 +66,13 @@ def case_of(name: str, target: str, head: str) -> Case:
 
 
 class UnevenClock(Clock):
-    """Each look at it takes up to 20 ms: what the engine chooses by time varies in a run, and is the same in each."""
+    """Each look at it takes up to 2 ms: what the engine chooses by time varies in a run, and is the same in each."""
 
     def __init__(self, seed: int) -> None:
         self._random, self._now = random.Random(seed), 0.0
 
     def __call__(self) -> float:
-        self._now += self._random.uniform(0, 0.02)
+        self._now += self._random.uniform(0, 0.002)
         return self._now
 
     def sleep(self, seconds: float) -> None:
@@ -174,6 +175,31 @@ def test_statistics_add_up_to_the_tokens(tiny_target: str, tiny_head: str) -> No
     assert stats.num_emitted == 19  # the prefill's token belongs to no round
     assert stats.num_accepted + stats.num_verify_steps >= stats.num_emitted
     assert stats.acceptance_length == stats.num_emitted / stats.num_verify_steps
+
+
+@pytest.mark.slow
+def test_sampled_tokens_follow_the_target_probs(tiny_target: str, tiny_head: str) -> None:
+    """Chi-square of the first two emitted tokens over many seeds on a small vocabulary, the second out of a draft tree."""
+    engine = make_engine(
+        make_drafter("eagle3", tiny_target, tiny_head),
+        tiny_target,
+        tiny_head,
+        max_num_seqs=64,
+        max_kv_tokens=8192,
+        max_queued_requests=1000,
+    )
+    count, prompt = 1000, (7, 8, 9)
+    sampling = SamplingParams(3, 0.9, ignore_eos=True)
+    chunks = run(engine, [Request(f"{seed}", prompt, replace(sampling, seed=seed)) for seed in range(count)])
+    assert stats_of(chunks).num_drafted >= count
+    with torch.inference_mode():
+        model = reference.load_reference(tiny_target)
+        first = torch.softmax(model(input_ids=torch.tensor([prompt])).logits[0, -1] / 0.9, -1)
+        rows = torch.tensor([[*prompt, token] for token in range(48)])
+        second = first @ torch.softmax(model(input_ids=rows).logits[:, -1] / 0.9, -1)
+    for place, probs in enumerate((first, second)):
+        counts = torch.bincount(torch.tensor([tokens[place] for tokens in outputs_of(chunks).values()]), minlength=48)
+        assert chi_square_is_plausible(counts, probs * count)
 
 
 def test_a_session_at_max_model_len_drafts_beside_others(tiny_target: str, tiny_head: str) -> None:

@@ -4,7 +4,6 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from tests.support.repository import ROOT, files, name, python_files, syntax
@@ -25,17 +24,13 @@ WRITTEN_BY_PROGRAMS = ("benchmarks/results/", "tests/clients/README.md")
 TEXTS_OF_MODELS = "eyas/models/heads/validation.txt"
 
 
-@cache
-def texts() -> dict[Path, str]:
-    """The text of every file; data, weights and pictures excluded."""
-    kept = (path for path in files() if (DATA not in path.parents or path.suffix == ".md") and path.suffix != ".png")
-    return {path: path.read_text(encoding="utf-8", errors="replace") for path in kept}
-
-
 def lines_with(pattern: re.Pattern[str]) -> list[str]:
-    """The lines of text in which the pattern occurs."""
+    """The lines of text in which the pattern occurs; data, weights and pictures excluded."""
     found = []
-    for path, text in texts().items():
+    for path in files():
+        if (DATA in path.parents and path.suffix != ".md") or path.suffix == ".png":
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
         for number, line in enumerate(text.splitlines() if pattern.search(text) else (), 1):
             if pattern.search(line):
                 found.append(f"{name(path)}:{number}: {line.strip()}")
@@ -85,15 +80,12 @@ FIELD = re.compile(r"(?:^|(?<=[.;] ))(\w+(?:, \w+)*): ")
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@cache
-def docstrings() -> list[tuple[str, Documented, str]]:
+def docstrings() -> Iterator[tuple[str, Documented, str]]:
     """Place, node and text of every docstring of the code."""
-    return [
-        (f"{name(path)}:{getattr(node, 'lineno', 1)}", node, text)
-        for path in python_files("eyas", "services", "benchmarks", "deploy", "docs")
-        for node in ast.walk(syntax(path))
-        if isinstance(node, Documented) and (text := ast.get_docstring(node))
-    ]
+    for path in python_files("eyas", "services", "benchmarks", "deploy", "docs"):
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, Documented) and (text := ast.get_docstring(node)):
+                yield f"{name(path)}:{getattr(node, 'lineno', 1)}", node, text
 
 
 def fields_of(node: Documented) -> set[str]:
