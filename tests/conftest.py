@@ -28,10 +28,10 @@ LONGEST = (
 )  # fmt: skip
 
 # Names of folders whose files share processes: clusters, servers that services and ranks are forks of, and parsed files.
-SHARING = ("cluster", "parallel", "repo")
-# Files that share a server of forks, which takes longer to start than a service.
+SHARING = ("cluster", "e2e", "parallel", "repo")
+# Files that share a server of forks, which takes as long to start as a service; those of tests/e2e/ have another.
 FORKING = (
-    "tests/e2e/", "tests/deploy/running/", "tests/fuzz/test_fuzz.py", "tests/services/test_start_failures.py",
+    "tests/deploy/running/", "tests/fuzz/test_fuzz.py", "tests/services/test_start_failures.py",
     "tests/services/verifier/test_ranks.py", "tests/telemetry/cluster/", "tests/train/test_resume.py",
     "tests/bench/test_split.py",
 )  # fmt: skip

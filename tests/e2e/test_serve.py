@@ -217,6 +217,36 @@ def test_serve_restarts_drafts_and_ends_with_the_verifier(tmp_path: Path) -> Non
     assert not any(map(is_open, server.ports.values()))
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="finds child processes in /proc")
+def test_a_batch_goes_on_when_its_drafter_dies(tmp_path: Path) -> None:
+    file, command = tmp_path / "batch.jsonl", [sys.executable, "-m", "eyas.cli", "run-batch"]
+    body = {"model": TARGET, "prompt": PROMPT, "max_tokens": 200, "temperature": 0.9, "ignore_eos": True}
+    file.write_text(
+        "".join(
+            json.dumps({"custom_id": f"r{seed}", "url": "/v1/completions", "body": {**body, "seed": seed}}) + "\n"
+            for seed in range(24)
+        )
+    )
+    options = ["--model", TARGET, "--draft-model", str(DEMO / "eagle3-full"), "--concurrency", "2"]
+    output = tmp_path / "batch.out.jsonl"
+    process = Popen(
+        [*command, str(file), *options], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while process.poll() is None and not (output.exists() and output.read_text().count("\n")):
+            time.sleep(0.05)
+        (killed,) = child_pids(process.pid, "draft")
+        os.kill(killed, signal.SIGKILL)
+        said, errors = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    assert process.returncode == 0, errors
+    assert "24 answered, 0 failed" in said
+    assert "draft was killed" in errors
+    assert "starting it again; plain decoding goes on" in errors
+
+
 def test_a_taken_port_is_refused_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -1,38 +1,41 @@
-"""The cluster that the tests of this folder share; they run in one process, see tests/conftest.py."""
+"""The clusters that the tests of this folder share; they run in one process, see tests/conftest.py."""
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
 from pathlib import Path
 
 import pytest
 from openai import OpenAI
 
+from eyas import SamplingParams
 from eyas.services.local.cluster import Cluster, free_port
 from eyas.services.local.demo import running_demo
 from tests.support.services.forks import forked_services
-from tests.support.services.grpc_client import wait_for_drafts
+from tests.support.services.grpc_client import generate
+from tests.support.tiny import write_head
 
-RUNNING = ExitStack()
+RUNNING, CLUSTERS = ExitStack(), dict[str, Cluster]()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    """Stop the cluster after the last test of this folder: idle services take processor time until all tests are done."""
+    """Stop the clusters after the last test of this folder: idle services take processor time until all tests are done."""
     if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
-        running.cache_clear()
+        CLUSTERS.clear()
         RUNNING.close()
 
 
-@cache
-def running() -> Cluster:
-    """The cluster; it starts if it does not run."""
-    return RUNNING.enter_context(started())
+def running(name: str, *settings: str) -> Cluster:
+    """The cluster of this name; it starts if it does not run."""
+    if name not in CLUSTERS:
+        CLUSTERS[name] = RUNNING.enter_context(started(*settings))
+    return CLUSTERS[name]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def stopped_early() -> Iterator[None]:
-    """Stop the cluster also if the run ends early."""
+    """Stop the clusters also if the run ends early."""
     with RUNNING:
         yield
 
@@ -40,7 +43,7 @@ def stopped_early() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def demo_cluster() -> Cluster:
     """The demo's cluster."""
-    return running()
+    return running("demo")
 
 
 @pytest.fixture(scope="module")
@@ -50,13 +53,23 @@ def client(demo_cluster: Cluster) -> Iterator[OpenAI]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def random_cluster(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """A cluster whose draft head has random weights."""
+    head = write_head(tmp_path_factory.mktemp("head"), vocab_size=4096, draft_vocab=512, hidden=256)
+    config = Path(head, "config.json")
+    config.write_text(config.read_text().replace("[1, 2, 3]", "[2, 6, 9]"))
+    return running("random", "draft.method=eagle3", f"draft.draft_model={head}", f"verifier.draft_model={head}")
+
+
 @contextmanager
-def started() -> Iterator[Cluster]:
-    """The demo's cluster, whose services are ready. Drafts may take long: the machine is shared. Heads are not checked."""
+def started(*settings: str) -> Iterator[Cluster]:
+    """A running cluster whose services are ready. Drafts may take long: the machine is shared. Heads are not checked."""
     patient = "verifier.draft_client.draft_timeout_s=30"
-    settings = (patient, "verifier.engine.draft_budget=fixed", "verifier.validate_head=never")
+    settings = (*settings, patient, "verifier.engine.draft_budget=fixed", "verifier.validate_head=never")
     with forked_services(), running_demo(free_port(), settings) as cluster:
         for child in cluster.services:
             cluster.wait(child)
-        wait_for_drafts(cluster["router"].address)
+        while not generate(cluster["router"].address, (5, 6, 7), SamplingParams(max_tokens=8)).stats.num_drafted:
+            time.sleep(0.1)  # the verifier may not have found its draft service yet
         yield cluster

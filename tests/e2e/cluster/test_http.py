@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from openai import OpenAI
@@ -35,6 +36,13 @@ def test_http_and_grpc_give_equal_output_for_a_seed(demo_cluster: Cluster, clien
         streamed = [event.choices[0] for event in events if event.choices[0].index == index]
         assert "".join(piece.text for piece in streamed) == choice.text
     assert answer.usage.completion_tokens == len(out.token_ids)
+
+
+def test_a_chat_goes_through_the_template(demo_cluster: Cluster, client: OpenAI) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=24, temperature=0)
+    plain = replace(SAMPLING, max_tokens=24, temperature=0, n=1)
+    assert answer.choices[0].message.content == generate(demo_cluster["router"].address, PROMPT, plain, NO_DRAFTER).text
 
 
 def test_the_openai_example_of_the_readme_works(demo_cluster: Cluster) -> None:

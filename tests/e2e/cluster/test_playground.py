@@ -59,14 +59,6 @@ def opened(page: Page, demo_cluster: Cluster) -> Page:
     return page
 
 
-@pytest.fixture
-def modules(page: Page, demo_cluster: Cluster) -> Page:
-    """The page, loaded at any time: its modules have no state."""
-    if not page.run("location.href").startswith(demo_cluster.http):
-        page.open(f"{demo_cluster.http}/")
-    return page
-
-
 def fill(page: Page, **values: object) -> None:
     for name, value in values.items():
         page.run(f"document.getElementById({json.dumps(name)}).value = {json.dumps(value)}")
@@ -124,18 +116,18 @@ def test_a_replay_fills_both_lanes_at_their_own_pace(opened: Page) -> None:
     assert opened.text("#note-drafted").endswith(f"{TIMES} faster")
 
 
-def test_rates_are_from_the_servers_step_times(modules: Page) -> None:
+def test_rates_are_from_the_servers_step_times(opened: Page) -> None:
     """A burst of events takes no time in the browser and counts nothing."""
     made = f"m.Run.of(Array(40).fill({STEP}))"
-    assert module(modules, "run", f"{made}.rate") == pytest.approx(100)
-    assert module(modules, "run", f"{made}.at.slice(0, 3)") == [10, 20, 30]
-    assert module(modules, "run", f"m.speedup({made}, {made})") == 1
+    assert module(opened, "run", f"{made}.rate") == pytest.approx(100)
+    assert module(opened, "run", f"{made}.at.slice(0, 3)") == [10, 20, 30]
+    assert module(opened, "run", f"m.speedup({made}, {made})") == 1
 
 
-def test_a_rate_below_one_comes_with_its_reasons(modules: Page) -> None:
+def test_a_rate_below_one_comes_with_its_reasons(opened: Page) -> None:
     slow = STEP.replace("wait_ms: 2", "wait_ms: 32").replace("rows: 1", "rows: 3")
     use = "m.whySlower(m.Run.of(Array(9).fill({})), m.Run.of(Array(9).fill({})), {{temperature: 0.8}})"
-    why = module(modules, "run", use.format(slow, STEP))
+    why = module(opened, "run", use.format(slow, STEP))
     assert "A verify step took 40 ms, 4.0 times a plain step of 10 ms, and gave 1.0 tokens" in why
     reasons = (
         "waited for its drafter in 80 %",
@@ -144,12 +136,12 @@ def test_a_rate_below_one_comes_with_its_reasons(modules: Page) -> None:
         "temperature 0",
     )
     assert all(reason in why for reason in reasons)
-    assert module(modules, "run", use.format(STEP, slow)) == ""
+    assert module(opened, "run", use.format(STEP, slow)) == ""
 
 
-def test_times_are_written_in_fitting_units(modules: Page) -> None:
+def test_times_are_written_in_fitting_units(opened: Page) -> None:
     written = {0.4: "0.4 ms", 9.96: "10 ms", 412.3: "412 ms", 999.6: "1.0 s", 65_000: "65.0 s", "null": DASH}
-    assert {ms: module(modules, "format", f"m.time({ms})") for ms in written} == written
+    assert {ms: module(opened, "format", f"m.time({ms})") for ms in written} == written
 
 
 def test_a_run_shows_what_the_api_returns(opened: Page, demo_cluster: Cluster) -> None:

@@ -68,3 +68,14 @@ def test_an_agent_calls_its_tool_and_goes_on(client: OpenAI) -> None:
     ]  # fmt: skip
     assert messages[-1].content
     assert not messages[-1].tool_calls
+
+
+def test_a_parsed_call_is_an_object(client: OpenAI) -> None:
+    """OpenAI's client parses the arguments of strict functions itself."""
+    answer = client.chat.completions.parse(
+        model="demo", messages=[QUESTION], tools=[WEATHER], tool_choice=NAMED, parallel_tool_calls=False, max_tokens=128,
+        temperature=0,
+    )  # fmt: skip
+    (call,) = answer.choices[0].message.tool_calls or []
+    assert call.function.name == "get_weather"
+    assert set(json.loads(call.function.arguments)) == {"city", "days"}

@@ -1,7 +1,6 @@
 """A gRPC client for tests."""
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -85,9 +84,3 @@ def generate_staggered(
     for thread in threads:
         thread.join()
     return outs
-
-
-def wait_for_drafts(address: str) -> None:
-    """Wait until a request is drafted for: a verifier may find its draft service after its first requests."""
-    while not generate(address, (5, 6, 7), SamplingParams(max_tokens=8)).stats.num_drafted:
-        time.sleep(0.1)
