@@ -50,13 +50,13 @@ def _policy(kind: type[Any], pool: PoolConfig, **kwargs: float) -> AutoscalingPo
 def _deployment(
     name: str, pool: PoolConfig, policy: AutoscalingPolicy, server: ServerConfig, gpus: float, **options: Any
 ) -> Callable[[type], serve.Deployment]:
-    """Return the decorator of a deployment."""
+    """Return the decorator of a deployment. Serve's own delays are 0, because they would add to those of the policy."""
     scaling = AutoscalingConfig(
         min_replicas=pool.min_replicas,
         max_replicas=pool.max_replicas,
         look_back_period_s=_HISTORY_S,
-        upscale_delay_s=pool.scaling.upscale_delay_s,
-        downscale_delay_s=pool.scaling.downscale_delay_s,
+        upscale_delay_s=0,
+        downscale_delay_s=0,
         policy=policy,
     )
     return serve.deployment(

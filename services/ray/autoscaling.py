@@ -1,7 +1,7 @@
 """Autoscaling of the pools: what replicas report to Serve, the demand in it, and the number of replicas that it takes.
 
-Demand is counted in replicas: 2.5 fills two and a half of them. Serve calls a policy about ten times a second, and keeps the
-bounds and the delays.
+Demand is counted in replicas: 2.5 fills two and a half of them. Serve sets the bounds and calls a policy about ten times a
+second. Its own delays are set to zero: ScalingConfig has others.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from eyas.telemetry import metrics
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
+PolicyState = dict[str, Any]
 Stats = dict[str, float]
 
 # Most demand of one late drafter: how late it is says little about how many more are needed.
@@ -37,8 +38,8 @@ class ScalingConfig:
     `target`.
 
     Attributes:
-        upscale_delay_s: how long utilization must have been too high, as Serve counts it.
-        downscale_delay_s: how long too low.
+        upscale_delay_s: how long utilization must have been too high.
+        downscale_delay_s: how long too low, and the least time since the last change.
     """
 
     low: float = 0.5
@@ -56,12 +57,44 @@ class ScalingConfig:
         at_least(0, upscale_delay_s=self.upscale_delay_s, downscale_delay_s=self.downscale_delay_s)
 
 
+@dataclass(frozen=True)
+class PendingChange:
+    """A change of size that has been due since `since`. size: the one closest to the present size in that time."""
+
+    size: int
+    since: float
+
+
 def desired_size(demand: float, size: int, config: ScalingConfig) -> int:
     """Return the size for a demand, at least 1: the present one between the bounds, else the one that meets the target."""
     fitting = max(1, math.ceil(demand / config.target))
     if demand > config.high * size:
         return max(fitting, size)
     return min(fitting, size) if demand < config.low * size else size
+
+
+def decide_size(
+    demand: float, size: int, pending: PendingChange | None, changed: float | None, now: float, config: ScalingConfig
+) -> tuple[int, PendingChange | None]:
+    """Return the size to have at `now`, in seconds, and the change that still waits for its delay.
+
+    Args:
+        pending: From the last decision.
+        changed: Time of the last change of size; None if there was none.
+    """
+    desired = desired_size(demand, size, config)
+    if desired == size:
+        return size, None
+    grows = desired > size
+    if pending is None or (pending.size > size) != grows:
+        pending = PendingChange(desired, now)
+    else:
+        pending = PendingChange(min(pending.size, desired) if grows else max(pending.size, desired), pending.since)
+    if now - pending.since < (config.upscale_delay_s if grows else config.downscale_delay_s):
+        return size, pending
+    if not grows and changed is not None and now - changed < config.downscale_delay_s:
+        return size, pending
+    return pending.size, None
 
 
 @dataclass(frozen=True)
@@ -164,9 +197,15 @@ class _Policy(ABC):
     def _demand(self, context: AutoscalingContext) -> float:
         """Return the demand of the whole pool, in replicas."""
 
-    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Return the number of replicas that the demand asks for, and no state of its own."""
-        return desired_size(self._demand(context), context.target_num_replicas, self._config), {}
+    def __call__(self, context: AutoscalingContext) -> tuple[int, PolicyState]:
+        """Return the number of replicas, and the state that Serve passes to the next call."""
+        size, changes = context.target_num_replicas, (context.last_scale_up_time, context.last_scale_down_time)
+        changed = max((at for at in changes if at is not None), default=None)
+        state = context.policy_state or {}
+        pending = PendingChange(state["size"], state["since"]) if "size" in state else None
+        now = context.current_time or 0.0
+        size, pending = decide_size(self._demand(context), size, pending, changed, now, self._config)
+        return size, asdict(pending) if pending else {}
 
     def _recent(self, context: AutoscalingContext, kind: type[UsageT]) -> list[UsageT | None]:
         """Return the mean usage of each running replica; None without a report, which counts as well used
