@@ -292,7 +292,7 @@ class Request:
 
     @cached_property
     def wants_tokens_alone(self) -> bool:
-        """Return whether it needs nothing of a step but a draw at each node of its tree, from the logits as they are."""
+        """Return whether it needs nothing of a step but draws at nodes of its tree, from the logits as they are."""
         sampling = self.sampling
         return sampling.logprobs is None and sampling.structured_outputs is None and not sampling.has_logit_rules
 

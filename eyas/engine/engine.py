@@ -179,10 +179,11 @@ class Engine:
         meanwhile: Callable[[], object],
     ) -> tuple[Chunks, StepOutputs]:
         """Run the pass of a step and commit its tokens. Returns their chunks after `cancelled`, and what the pass gave."""
+        needs_samples = self.draft_manager.needs.samples  # which a drafter that connects meanwhile changes
         with self._costs.timed("pass"):
-            outputs = self._verified(batch, meanwhile)
+            outputs = self._verified(batch, meanwhile, needs_samples)
         edited = None  # requests with other trees than the drafter's, to which samples mean nothing
-        if self.draft_manager.needs.samples:
+        if needs_samples:
             edited = {reply.sequence.request.id for reply in drafts if reply.is_edited}
         committed = self.scheduler.commit(batch, outputs, edited)
         if committed.ended:
@@ -194,6 +195,7 @@ class Engine:
         self,
         batch: Seq[ScheduledSequence],
         meanwhile: Callable[[], object],
+        needs_samples: bool,
         wait_for_masks: Callable[[], TokenMasks] | None = None,
     ) -> StepOutputs:
         """Run a pass and draw its tokens. Without memory for that, each half of the batch gets a pass of its own; a request
@@ -211,9 +213,7 @@ class Engine:
             output = self.runner.forward(step_segments(batch, rows, draws_on_ranks))
             are_alone = _want_tokens_alone(batch, rows) and all(output.is_drawn)
             logit_rows = () if are_alone else [each.logit_rows for each in batch]
-            if are_alone and (trees := rows.trees) and not self.draft_manager.needs.samples:
-                rows = rows._replace(draws=rows.draws.along(trees.above, trees.nodes.tokens))
-            return verify(logit_rows, rows, output, self._rules, wait_for_masks, meanwhile)
+            return verify(logit_rows, rows, output, self._rules, wait_for_masks, meanwhile, needs_samples)
         except torch.OutOfMemoryError as error:
             num_rows = sum([len(scheduled.slots) for scheduled in batch])
             problem = f"no memory for a step of {num_rows} rows"
@@ -225,8 +225,8 @@ class Engine:
             return StepOutputs.empty(1, {0: Details(error=reason)})
         log.warning("%s. It is run in halves", reason, extra={"rate_limited": True})
         middle = len(batch) // 2
-        first = self._verified(batch[:middle], meanwhile, wait_for_masks)
-        return StepOutputs.joined(first, self._verified(batch[middle:], lambda: None, wait_for_masks))
+        first = self._verified(batch[:middle], meanwhile, needs_samples, wait_for_masks)
+        return StepOutputs.joined(first, self._verified(batch[middle:], lambda: None, needs_samples, wait_for_masks))
 
     def load_grammars(self) -> None:
         """Load what structured outputs need, before the first request does. What prevents it is an error of that request."""

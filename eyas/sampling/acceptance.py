@@ -1,6 +1,6 @@
 """Acceptance of drafted tokens: the trees of a step as arrays, the rule `match`, and the walk that both rules share.
 
-`match` samples the target once at every node and walks down while the sampled token was drafted:
+`match` samples the target at every node, or on a CPU at those that it reaches, and walks down while the token was drafted:
 
     node, path = root, []
     while child := tree.child(node, sampled[node]):  path.append(child); node = child

@@ -1,4 +1,4 @@
-"""From the logits of a step to what each request gets: draw a token at every node, then accept drafted ones."""
+"""From the logits of a step to what each request gets: draw tokens at the nodes, then accept drafted ones."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ def verify(
     rules: LogitRules,
     wait_for_masks: Callable[[], TokenMasks] = TokenMasks,
     meanwhile: Callable[[], object] = lambda: None,
+    needs_samples: bool = True,
 ) -> StepOutputs:
-    """Draw a token at every node and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
+    """Draw tokens at nodes and accept drafted ones, by the rule `rejection` in sampled trees and by `match` in others.
 
     Everything is computed on the device and comes back in one copy, so that the host waits for the device once.
 
@@ -42,10 +43,14 @@ def verify(
         rules: what requests ask of their logits.
         wait_for_masks: returns the masks of grammars, which the host computes while the device computes the logits.
         meanwhile: other work of the host, called once before it waits.
+        needs_samples: whether a token is needed at every node. Else kernels draw along accepted paths alone if they can.
     """
     vocab_size = output.logits.shape[1]
     if not batch:
-        tokens = None if rows.trees is None else tokens_of(output, rows.draws)
+        trees, draws = rows.trees, rows.draws
+        if trees and not needs_samples:
+            draws = draws.along(trees.above, trees.nodes.tokens)
+        tokens = None if trees is None else tokens_of(output, draws)
         meanwhile()
         samples = NO_SAMPLES if tokens is None else download(tokens)[0].astype(np.int64)
         return _usable(StepOutputs.accepted(rows, samples), vocab_size)

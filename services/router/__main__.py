@@ -18,12 +18,13 @@ from eyas.services.discovery.redis_registry import session_registry
 from eyas.services.lifecycle import ProcessRunner, serve, service_app
 from eyas.services.router.auth.keys import ApiKeys, load_api_keys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.dispatch.generation import GenerationService, load_model
+from eyas.services.router.dispatch.generation import GenerationService
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer, server_credentials
 from eyas.services.router.http.app import build_app, build_operations_app
 from eyas.services.router.http.server import HttpServer
+from eyas.services.router.models import load_model
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.telemetry.exporters import telemetry
 from eyas.v1.generation_pb2_grpc import add_GenerationServicer_to_server

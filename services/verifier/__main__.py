@@ -138,8 +138,8 @@ async def serve_rank_0(config: VerifierConfig, workers: TargetWorkers, telemetry
                 for task in tasks:
                     await cancel_task(task)
                 await discovery.close()
-        for drafter in pool.status if pool else ():
-            log.info("drafter %s: %d requests answered, %d lost", drafter.address, drafter.num_answered, drafter.num_lost)
+        for status in pool.status if pool else ():
+            log.info("drafter %s: %d requests answered, %d lost", status.address, status.num_answered, status.num_lost)
 
 
 def outputs_fingerprint(config: VerifierConfig, target: TargetInfo) -> str:

@@ -188,16 +188,16 @@ def _load_samples(load: EngineLoad, model: str) -> list[MetricSample]:
 
 
 def _draft_client_samples(pool: DraftPool) -> Iterator[MetricSample]:
-    for drafter in pool.status:
-        label = (drafter.address,)
-        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, drafter.num_answered, (*label, "answered"))
-        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, drafter.num_lost, (*label, "late"))
-        yield MetricSample(metrics.DRAFT_CLIENT_DRAFTED_TOKENS, drafter.num_drafted, label)
-        yield MetricSample(metrics.DRAFT_CLIENT_ACCEPTED_TOKENS, drafter.num_accepted, label)
-        yield MetricSample(metrics.DRAFT_CLIENT_SESSIONS, drafter.num_sessions, label)
-        yield MetricSample(metrics.DRAFT_CLIENT_CONNECTED, drafter.connected, label)
+    for status in pool.status:
+        label = (status.address,)
+        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, status.num_answered, (*label, "answered"))
+        yield MetricSample(metrics.DRAFT_CLIENT_REQUESTS, status.num_lost, (*label, "late"))
+        yield MetricSample(metrics.DRAFT_CLIENT_DRAFTED_TOKENS, status.num_drafted, label)
+        yield MetricSample(metrics.DRAFT_CLIENT_ACCEPTED_TOKENS, status.num_accepted, label)
+        yield MetricSample(metrics.DRAFT_CLIENT_SESSIONS, status.num_sessions, label)
+        yield MetricSample(metrics.DRAFT_CLIENT_CONNECTED, status.connected, label)
         for circuit in CIRCUIT_STATES:
-            yield MetricSample(metrics.DRAFT_CLIENT_CIRCUIT_BREAKER, circuit == drafter.circuit, (*label, circuit))
+            yield MetricSample(metrics.DRAFT_CLIENT_CIRCUIT_BREAKER, circuit == status.circuit, (*label, circuit))
 
 
 class RequestTrace:

@@ -40,6 +40,7 @@ class AheadTree:
     """The tree of a session.
 
     Attributes:
+        tree: its nodes.
         context: the commit below which it grows.
         num_passes: since then.
         has_ended: whether it has all that it may have until the next commit.
@@ -100,7 +101,9 @@ class AheadTrees:
                 self.grown[context.session] = AheadTree(GrownTree(context.tokens[-1], *found, self.pool), context)
             else:
                 own.tree.set_root(*found)
-                own.context, own.num_passes, own.has_ended = context, 0, False
+                own.context = context
+                own.num_passes = 0
+                own.has_ended = False
 
     def step(self) -> bool:
         """Launch a pass over all trees that can grow. Returns whether there was one."""
@@ -218,7 +221,7 @@ class AheadTrees:
             self.collect()
         budgets = [within(context.budget, self._drafter.tree) for context in contexts]
         trees = [self.grown[context.session].tree for context in contexts]
-        cut = [tree.below((), own, grown_ahead=False) for tree, own in zip(trees, budgets, strict=True)]
+        cut = [tree.below((), budget, grown_ahead=False) for tree, budget in zip(trees, budgets, strict=True)]
         return [tree or DraftTree.root_only(c.tokens[-1]) for c, tree in zip(contexts, cut, strict=True)]
 
     def release(self, sessions: Sequence[str]) -> None:

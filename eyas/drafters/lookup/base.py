@@ -258,8 +258,8 @@ def trie_trees(trie: Trie, scores: Reals, roots: Sequence[int], budgets: Sequenc
     limits, depths = limits_of(budgets)
     rounded = scores.astype(np.float32)
     places = np.flatnonzero((trie.depths < depths[trie.sessions]) & np.isfinite(rounded))
-    chosen = np.sort(places[first_of_groups(trie.sessions[places], limits, -rounded[places])])
-    chosen = chosen[np.argsort(trie.sessions[chosen], kind="stable")]
+    chosen = places[first_of_groups(trie.sessions[places], limits, -rounded[places])]
+    chosen = chosen[np.lexsort((chosen, trie.sessions[chosen]))]
     sessions = trie.sessions[chosen]
     ends = np.searchsorted(sessions, np.arange(len(roots) + 1))
     # Node numbers within each session, from 1: the place among the session's chosen nodes. The last, 0, is of the root.

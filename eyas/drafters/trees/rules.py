@@ -6,6 +6,7 @@ Legend: S sessions, R rows per session, W nodes of a frontier, D draft vocabular
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,13 +34,19 @@ class RuledExpansion:
     ) -> None:
         self._expansion, self._contexts, self._draft_ids = expansion, contexts, draft_ids
         self._path_masks = path_masks if any(context.allowed for context in contexts) else None
-        # Bit id & 7 of byte id >> 3 says whether a grammar allows a token.
-        self._bytes, self._flags = draft_ids >> 3, (1 << (draft_ids & 7)).to(torch.uint8)
         self._paths: list[list[Path]] = [[()] for _ in contexts]
         biases = [(row, b.token, b.num_levels, b.bias) for row, c in enumerate(contexts) for b in c.logit_biases]
         self._biases = np.array(biases, np.float64).reshape(-1, 4).T
-        self._num_columns = int(self._biases[1].max(initial=-2)) + 2  # the last is of all tokens beyond, which have no bias
-        self._columns = draft_ids.clamp(max=self._num_columns - 1)
+
+    @cached_property
+    def _flags(self) -> Tensor:
+        """The bit of each draft id in its byte, id >> 3, of a mask [D]."""
+        return (1 << (self._draft_ids & 7)).to(torch.uint8)
+
+    @cached_property
+    def _columns(self) -> Tensor:
+        """The column of each draft id among biases by token [D]; tokens beyond those with a bias share the last one."""
+        return self._draft_ids.clamp(max=int(self._biases[1].max()) + 1)
 
     def first(self) -> Tensor:
         """See Expansion."""
@@ -71,7 +78,7 @@ class RuledExpansion:
         if not masks:
             return logits
         bits = upload(np.stack(list(masks.values())), logits.device)
-        banned = (bits[:, self._bytes] & self._flags) == 0
+        banned = (bits[:, self._draft_ids >> 3] & self._flags) == 0
         # A mask that bans the whole draft vocabulary would leave no scores: it is dropped.
         banned &= ~banned.all(-1, keepdim=True)
         logits = logits.expand(-1, width, -1)
@@ -82,11 +89,11 @@ class RuledExpansion:
 
     def _biased(self, logits: Tensor, level: int) -> Tensor:
         """Return logits [S, R, D] of the children of a level's nodes with the biases that they have."""
-        if not self._num_columns:
+        if not self._biases.size:
             return logits
         sessions, tokens, _, biases = self._biases[:, self._biases[2] > level]
         # added [S, columns]: the bias of each token at this level; other draft ids read the last column, 0.
-        added = torch.zeros(len(self._contexts), self._num_columns, device=logits.device)
+        added = torch.zeros(len(self._contexts), int(self._biases[1].max()) + 2, device=logits.device)
         where = (upload(column.astype(np.int64), logits.device) for column in (sessions, tokens))
         added.index_put_(tuple(where), upload(biases, logits.device).float(), accumulate=True)
         return logits + added[:, None, self._columns]

@@ -24,7 +24,7 @@ from eyas.engine.budget.base import DraftBudget, FixedDraftBudget
 from eyas.engine.budget.costs import CostModel, DraftCosts
 from eyas.engine.budget.pair import PairDraftBudget
 from eyas.engine.runner import ModelRunner
-from eyas.kernels.arguments import Draws
+from eyas.kernels.arguments import UNREACHED, Draws
 from eyas.models.inputs import Segment
 from eyas.protocol.commit import Commit, NoiseKey, TreeBudget
 from eyas.sampling.verify import tokens_of
@@ -51,7 +51,7 @@ def build_draft_budget(
     """Return the budget that `engine.draft_budget` names, and what it has to know of costs."""
     if drafter is None or engine.draft_budget == "fixed":
         return FixedDraftBudget()
-    verify = measure_verify(runner, engine, tree, clock)
+    verify = measure_verify(runner, engine, tree, clock, drafter.needs.samples)
     context_token_s = measure_context(runner, engine, clock)
     local = drafter if isinstance(drafter, LocalDrafter) else None
 
@@ -86,10 +86,15 @@ def has_gpu(engine: EngineConfig, device: torch.device) -> bool:
     return device.type != "cpu" or bool(engine.emulated_device)
 
 
-def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float]) -> CostModel:
-    """Return the seconds of a verify pass and its least draws by number of rows.
+def measure_verify(
+    runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, clock: Callable[[], float], needs_samples: bool = False
+) -> CostModel:
+    """Return the seconds of a verify pass and its draws by number of rows.
 
-    Rows are written to the scratch slot, so that none leaks.
+    Rows are written to the scratch slot, so that none leaks. They are trees of the largest size, with a draw at each root.
+
+    Args:
+        needs_samples: whether the drafter needs a token of every node.
     """
     nodes, num_slots = tree.num_draft_tokens, runner.kv_cache.scratch
     target, most = runner.target, min(engine.max_verify_tokens, engine.max_num_seqs * tree.num_draft_tokens)
@@ -102,9 +107,9 @@ def measure_verify(runner: ModelRunner, engine: EngineConfig, tree: TreeConfig, 
 
     def rounds(num_rows: int) -> Iterator[Callable[[], object]]:
         segments = [segment(start, min(nodes, num_rows - start)) for start in range(0, num_rows, nodes)]
-        rows = np.arange(num_rows)
-        # a token is drawn at the root of each tree, as no node has the token -1
-        draws = Draws([GREEDY], np.zeros(num_rows, np.int64), num_rows).along(rows // nodes * nodes, rows * 0 - 1)
+        draws = Draws([GREEDY], np.zeros(num_rows, np.int64), num_rows)
+        if not needs_samples:  # all nodes are children of a root, whose draw leads to none of them
+            draws = draws.along(np.arange(num_rows) // nodes * nodes, np.full(num_rows, UNREACHED))
         while True:
             yield lambda: tokens_of(runner.forward(segments), draws).tolist()
 

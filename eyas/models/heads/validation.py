@@ -193,7 +193,7 @@ def _try_wirings(
 
     Args:
         guess: returns a head's guesses on a window.
-        block_size: of a block head, which guesses in windows that are longer.
+        block_size: of a block head, whose blocks lie within longer windows and guess at each of their tokens; 0 for others.
     """
     windows = observe(target, target_checkpoint, sorted({layer for w in wirings for layer in w.aux_hidden_state_layers}))
     windows = [window for window in windows if not block_size or len(window.tokens) > block_size + 1]

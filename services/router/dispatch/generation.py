@@ -7,7 +7,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, TypeAlias
@@ -15,16 +15,14 @@ from typing import Any, TypeAlias
 from eyas.api.outputs import TextChunk, TextDecoder
 from eyas.api.request import Chunk, SamplingParams
 from eyas.api.validation import check_request
-from eyas.config import ServedModel
 from eyas.errors import EyasError, InvalidRequest, TimedOut, Unavailable, UnknownModel
 from eyas.rpc.messages import GenerateCall, ModelInfo
 from eyas.services.router.client_threads import ClientThreads
 from eyas.services.router.dispatch.dispatcher import Dispatcher, RequestContext, no_verifier
 from eyas.services.router.dispatch.workers import WorkerPool
+from eyas.services.router.models import RouterModel
 from eyas.services.router.telemetry import Arrival, RequestSpan, RouterTelemetry
-from eyas.text.chat_template import ChatTemplate, load_template
-from eyas.text.content_text import ContentText
-from eyas.text.tokenizer import TextStream, Tokenizer, load_tokenizer
+from eyas.text.tokenizer import TextStream, Tokenizer
 
 # Completions of one body that run at once. Each costs the event loop some time at every step of its verifier.
 MAX_CONCURRENT_COMPLETIONS = 128
@@ -44,31 +42,12 @@ Task: TypeAlias = asyncio.Task[None]
 Words: TypeAlias = tuple[tuple[tuple[int, ...], ...], frozenset[int]]
 
 
-@dataclass(frozen=True)
-class RouterModel:
-    """What a router knows of a model without its workers.
+class GenerationService:
+    """Service of models.
 
     Attributes:
-        template: None if it has none.
-        content: encodes its chats, if names of special tokens in them are text.
-    """
-
-    name: str
-    tokenizer: Tokenizer
-    template: ChatTemplate | None = None
-    content: ContentText | None = None
-    aliases: tuple[str, ...] = ()
-
-
-def load_model(model: ServedModel) -> RouterModel:
-    """Load the files of a model. Raises ConfigError or CheckpointError for bad ones."""
-    tokenizer = load_tokenizer(model.tokenizer)
-    content = ContentText(tokenizer) if model.special_tokens_in_content == "text" else None
-    return RouterModel(model.name, tokenizer, load_template(model), content, model.aliases)
-
-
-class GenerationService:
-    """Service of models. known: by their names, without aliases. threads: for the work that clients' texts cause.
+        configured: models by their names, without aliases.
+        threads: for the work that clients' texts cause.
 
     Args:
         request_timeout_s: the longest duration of a request.
@@ -82,7 +61,7 @@ class GenerationService:
         request_timeout_s: float,
         telemetry: RouterTelemetry,
     ) -> None:
-        self.known = {model.name: model for model in models}
+        self.configured = {model.name: model for model in models}
         self._aliases = {alias: model.name for model in models for alias in model.aliases}
         self._telemetry = telemetry
         self._workers = workers
@@ -96,7 +75,7 @@ class GenerationService:
     @property
     def names(self) -> tuple[str, ...]:
         """Names that requests may give: of the configured models, and their aliases."""
-        return (*self.known, *self._aliases)
+        return (*self.configured, *self._aliases)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """Return the configured models that a live verifier serves, once for each of their names."""
@@ -166,7 +145,7 @@ class GenerationService:
             return (), frozenset()
         last, words = self._last_words
         if last is not sampling:
-            words = await self.threads.run(caller, _words_as_ids, self.known[model].tokenizer, sampling)
+            words = await self.threads.run(caller, _words_as_ids, self.configured[model].tokenizer, sampling)
             self._last_words = sampling, words
         return words
 
@@ -175,7 +154,7 @@ class GenerationService:
 
         is_rendered: the text contains its special tokens.
         """
-        encode = self.known[info.name].tokenizer.encode_within
+        encode = self.configured[info.name].tokenizer.encode_within
         return await self.threads.run(caller, encode, text, info.max_model_len, is_rendered)
 
     def stream(
@@ -209,7 +188,7 @@ class GenerationService:
                         raise _stopping()
                     call = traced.set_call(call)
                     if traced.texts is not None:
-                        decode = self.known[call.model].tokenizer.decode
+                        decode = self.configured[call.model].tokenizer.decode
                         traced.prompt_text = await asyncio.to_thread(decode, call.request.prompt_ids)
 
                     works = (
@@ -234,7 +213,7 @@ class GenerationService:
 
     def _completions(self, call: GenerateCall, first: int) -> Iterator[tuple[GenerateCall, TextDecoder]]:
         """Yield each completion of a call, with what decodes its chunks. first: number of the first."""
-        tokenizer, request = self.known[call.model].tokenizer, call.request
+        tokenizer, request = self.configured[call.model].tokenizer, call.request
         is_constrained = request.sampling.structured_outputs is not None
         left_context = partial(tokenizer.left_context, request.prompt_ids, is_constrained)
         for index, sampling in enumerate(request.sampling.completions(), first):
@@ -260,13 +239,13 @@ class GenerationService:
         return max(infos, key=lambda info: info.max_model_len, default=None)
 
     def _resolve(self, model: str) -> str:
-        if (found := self._aliases.get(model, model)) in self.known:
+        if (found := self._aliases.get(model, model)) in self.configured:
             return found
         if model:
             raise UnknownModel(f"model {model[:80]!r} is not served here; known: {', '.join(self.names)}", "model")
-        if len(self.known) > 1:
-            raise InvalidRequest(f"several models are served here; name one of {', '.join(self.known)}", "model")
-        return next(iter(self.known))
+        if len(self.configured) > 1:
+            raise InvalidRequest(f"several models are served here; name one of {', '.join(self.configured)}", "model")
+        return next(iter(self.configured))
 
 
 def _words_as_ids(tokenizer: Tokenizer, sampling: SamplingParams) -> Words:

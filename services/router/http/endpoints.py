@@ -95,7 +95,7 @@ class GenerationEndpoints:
             chunks = request.state.access.meter(partial(self.service.stream, calls), calls, rejection)
             if body.scores_prompt_only:
                 chunks = _without_output(chunks)
-            tokenizer = self.service.known[info.name].tokenizer
+            tokenizer = self.service.configured[info.name].tokenizer
             echoes = await self._run(request, _echoes, body, tokenizer) if body.echo else []
             prompts = [call.request.prompt_ids for call in calls]
             writer = ResponseWriter(body, arrival.request_id, info.name, tokenizer, prompts, echoes)
@@ -135,14 +135,14 @@ class GenerationEndpoints:
         else:
             is_rendered = body.add_special_tokens is False
             token_ids = await self.service.encode(info, body.prompt, request.state.caller, is_rendered)
-        tokenizer = self.service.known[info.name].tokenizer
+        tokenizer = self.service.configured[info.name].tokenizer
         return await self._run(request, lambda: _json(body.response(token_ids, info, tokenizer)))
 
     @until_disconnect
     async def detokenize(self, body: DetokenizeBody, request: Request) -> Response:
         """Respond to /detokenize."""
         info = await self.service.model(body.model)
-        return await self._run(request, lambda: _json(body.response(info, self.service.known[info.name].tokenizer)))
+        return await self._run(request, lambda: _json(body.response(info, self.service.configured[info.name].tokenizer)))
 
     async def _chat(
         self,
@@ -166,7 +166,9 @@ class GenerationEndpoints:
             rejection = self.service.record_rejection(arrival, "chat")
             chunks = request.state.access.meter(partial(self.service.stream, calls, "chat"), calls, rejection)
             prompts = [call.request.prompt_ids for call in calls]
-            writer = ResponseWriter(body, arrival.request_id, info.name, self.service.known[info.name].tokenizer, prompts)
+            writer = ResponseWriter(
+                body, arrival.request_id, info.name, self.service.configured[info.name].tokenizer, prompts
+            )
             writer.new_parser = self._chat_output(body, info, prompts[0]).new_parser
             writer.reserve(request.state.hold)
         return await self._respond(body, stream, request, write(writer), chunks)
@@ -189,7 +191,7 @@ class GenerationEndpoints:
 
     def _encode_chat(self, body: ChatBody, info: ModelInfo) -> tuple[int, ...]:
         """Return the token ids of a chat's prompt. Meant for a thread."""
-        model = self.service.known[info.name]
+        model = self.service.configured[info.name]
         tokenizer, template, content = model.tokenizer, model.template, model.content
         if template is None:
             reason = f"model {info.name!r} has no chat template; use /v1/completions, or set its chat_template"
@@ -220,7 +222,7 @@ class GenerationEndpoints:
 
     def _around(self, body: CompletionBody, info: ModelInfo, calls: Sequence[GenerateCall]) -> list[GenerateCall]:
         """Return the calls with prompts that have the suffix after the output. Meant for a thread."""
-        tokenizer, found = self.service.known[info.name].tokenizer, list[GenerateCall]()
+        tokenizer, found = self.service.configured[info.name].tokenizer, list[GenerateCall]()
         format_ = middle_format(tokenizer, info.name)
         tokenizer.encode_within(body.suffix, info.max_model_len, is_rendered=True)
         suffix = tokenizer.encode_inside(body.suffix)
@@ -238,7 +240,7 @@ class GenerationEndpoints:
 
     def _chat_output(self, body: ChatBody, info: ModelInfo, prompt: Sequence[int]) -> ChatOutput:
         """Return how the output of a chat is constrained and read."""
-        model = self.service.known[info.name]
+        model = self.service.configured[info.name]
         form = model.template.format if model.template else ChatFormat()
         return ChatOutput(body, info.name, form, model.tokenizer, prompt)
 

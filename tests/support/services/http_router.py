@@ -25,11 +25,12 @@ from eyas.rpc.server import RpcServer
 from eyas.services.discovery.redis_registry import Registry
 from eyas.services.router.auth.keys import ApiKeys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.dispatch.generation import GenerationService, RouterModel
+from eyas.services.router.dispatch.generation import GenerationService
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.http.app import build_app
 from eyas.services.router.http.server import HttpServer
+from eyas.services.router.models import RouterModel
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.text.chat_template import ChatTemplate
 from eyas.text.tokenizer import Tokenizer, load_tokenizer

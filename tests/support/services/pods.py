@@ -16,10 +16,11 @@ from eyas.services.discovery.base import Discovery
 from eyas.services.discovery.probing import build_discovery
 from eyas.services.router.auth.keys import ApiKeys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.dispatch.generation import GenerationService, RouterModel
+from eyas.services.router.dispatch.generation import GenerationService
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer
+from eyas.services.router.models import RouterModel
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.text.tokenizer import load_tokenizer
 from eyas.v1 import worker_pb2

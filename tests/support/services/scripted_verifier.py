@@ -24,11 +24,12 @@ from eyas.services.discovery.redis_registry import Registry
 from eyas.services.lifecycle import AnnouncedWorker, WorkerRegistration, worker_server
 from eyas.services.router.auth.keys import ApiKeys
 from eyas.services.router.dispatch.dispatcher import Dispatcher, SessionMap
-from eyas.services.router.dispatch.generation import MAX_READY, GenerationService, RouterModel
+from eyas.services.router.dispatch.generation import MAX_READY, GenerationService
 from eyas.services.router.dispatch.readiness import ReadinessMonitor
 from eyas.services.router.dispatch.upstream import UpstreamCall
 from eyas.services.router.dispatch.workers import WorkerPool
 from eyas.services.router.grpc_server import RouterServicer
+from eyas.services.router.models import RouterModel
 from eyas.services.router.telemetry import RouterTelemetry
 from eyas.services.verifier.chunk_feeds import ChunkFeeds
 from eyas.text.tokenizer import Tokenizer, load_tokenizer

@@ -16,10 +16,10 @@ from eyas.services.router.dispatch.generation import (
     MAX_READY_BYTES,
     GenerationService,
     ReadyQueue,
-    RouterModel,
     ready_chunks,
 )
 from eyas.services.router.dispatch.upstream import Take
+from eyas.services.router.models import RouterModel
 from eyas.services.router.telemetry import RouterTelemetry
 from tests.support.services.http_router import TOKENIZER
 from tests.support.services.scripted_verifier import CALL, PROMPT, REST
