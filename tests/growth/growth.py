@@ -18,7 +18,9 @@ from tests.support.tiers import nightly
 # Seconds that an input of the largest size may keep the event loop.
 LOOP_SECONDS = 0.05
 # Turns of a loop, and how long they take on a fast machine: on a slower one an input may take longer by as much.
-YARDSTICK_TURNS, YARDSTICK_SECONDS, MAX_SLOWNESS = 200_000, 0.008, 4.0
+YARDSTICK_TURNS = 200_000
+YARDSTICK_SECONDS = 0.008
+MAX_SLOWNESS = 4.0
 # n log n at these sizes is below 1.15; caches that overflow add up to .4 on a busy machine. Quadratic work gives 2.
 MAX_EXPONENT = 1.6
 # Noise only ever adds time. A reader fails if its least times of this many rounds are still too long.
@@ -109,7 +111,8 @@ def is_too_slow(reader: Reader, found: Growth) -> bool:
 
 
 def _slowness() -> float:
-    began, total = time.thread_time(), 0
+    total = 0
+    began = time.thread_time()
     for number in range(YARDSTICK_TURNS):
         total += number
     return min(max((time.thread_time() - began) / YARDSTICK_SECONDS, 1.0), MAX_SLOWNESS)
