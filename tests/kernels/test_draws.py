@@ -92,7 +92,9 @@ def test_rows_of_different_requests_do_not_disturb_one_another() -> None:
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_nodes_that_no_drawn_token_leads_to_need_no_draw(temperature: float) -> None:
-    numbers, size, above = np.random.default_rng(5), 40, list[int]()
+    numbers = np.random.default_rng(5)
+    size = 40
+    above = list[int]()
     for node in range(3 * size):  # in each of three trees a node's parent comes before it, a root is its own
         above.append(node - node % size + int(numbers.integers(0, max(node % size, 1))))
     drafted = numbers.integers(0, 3, 3 * size)
