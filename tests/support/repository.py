@@ -27,11 +27,13 @@ def python_files(*folders: str) -> list[Path]:
 @cache
 def syntax(path: Path) -> ast.Module:
     """The parsed file."""
+    was_enabled = gc.isenabled()
     gc.disable()  # else most of the time goes into looking for cycles among the nodes
     try:
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def name(path: Path) -> str:
