@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from eyas.arrays import Ints
+from eyas.arrays import NO_ROWS, Ints
 
 # The row of a pool that stays zero: the state before the first token.
 START = 0
-NO_ROWS: Ints = np.zeros(0, dtype=np.int64)
 
 
 class StateSizes(NamedTuple):

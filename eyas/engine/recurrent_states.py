@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eyas.arrays import Ints
+from eyas.arrays import NO_ROWS, Ints
 from eyas.cache.prefix_cache import CachedPrefix, PrefixCache
-from eyas.cache.states import NO_ROWS, START, StateStep
+from eyas.cache.states import START, StateStep
 
 # Tokens before the first state that is kept of a prompt in passing; the next ones are each twice as far. A state takes as
 # much memory as the KV of about as many tokens.

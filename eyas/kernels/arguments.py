@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from eyas.arrays import Bools, Floats, Ints
+from eyas.arrays import NO_ROWS, Bools, Floats, Ints
 from eyas.protocol.commit import NoiseKey
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ ProbsFunction: TypeAlias = "Callable[[Tensor, Filters], Tensor]"
 MIN_TEMPERATURE = 1e-6
 # A probability counts for top-p in units of 2**-MASS_BITS: sums of integers do not depend on their order.
 MASS_BITS = 40
-NO_ROWS: Ints = np.zeros(0, np.int64)
 # Token of a row whose draw was left out, see `Draws.along`.
 UNREACHED = -1
 

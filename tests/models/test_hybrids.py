@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from eyas.arrays import Ints
-from eyas.cache.states import NO_ROWS, START, StateStep
+from eyas.arrays import NO_ROWS, Ints
+from eyas.cache.states import START, StateStep
 from eyas.config import DraftingConfig, DraftModelConfig
 from eyas.drafters.draft_model import ModelDrafter
 from eyas.engine.build import assemble_engine

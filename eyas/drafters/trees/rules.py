@@ -37,6 +37,7 @@ class RuledExpansion:
         self._paths: list[list[Path]] = [[()] for _ in contexts]
         biases = [(row, b.token, b.num_levels, b.bias) for row, c in enumerate(contexts) for b in c.logit_biases]
         self._biases = np.array(biases, np.float64).reshape(-1, 4).T
+        self._last_column = int(self._biases[1].max(initial=-1)) + 1  # of biases by token: that of all tokens beyond, 0
 
     @cached_property
     def _flags(self) -> Tensor:
@@ -45,8 +46,8 @@ class RuledExpansion:
 
     @cached_property
     def _columns(self) -> Tensor:
-        """The column of each draft id among biases by token [D]; tokens beyond those with a bias share the last one."""
-        return self._draft_ids.clamp(max=int(self._biases[1].max()) + 1)
+        """The column of each draft id among biases by token [D]."""
+        return self._draft_ids.clamp(max=self._last_column)
 
     def first(self) -> Tensor:
         """See Expansion."""
@@ -92,8 +93,8 @@ class RuledExpansion:
         if not self._biases.size:
             return logits
         sessions, tokens, _, biases = self._biases[:, self._biases[2] > level]
-        # added [S, columns]: the bias of each token at this level; other draft ids read the last column, 0.
-        added = torch.zeros(len(self._contexts), int(self._biases[1].max()) + 2, device=logits.device)
+        # added [S, columns]: the bias of each token at this level
+        added = torch.zeros(len(self._contexts), self._last_column + 1, device=logits.device)
         where = (upload(column.astype(np.int64), logits.device) for column in (sessions, tokens))
         added.index_put_(tuple(where), upload(biases, logits.device).float(), accumulate=True)
         return logits + added[:, None, self._columns]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from eyas.arrays import Ints
+from eyas.arrays import NO_ROWS, Ints
 from eyas.cache.state_pools import LayerStates
-from eyas.cache.states import NO_ROWS, START, StateStep
+from eyas.cache.states import START, StateStep
 from eyas.kernels.arguments import BLOCK_ROWS, RecurrentInputs
 from eyas.kernels.plain import recurrent as plain
 from eyas.models.inputs import Segment
